@@ -1,0 +1,1 @@
+"""One package per kind of hardware; each implements engine.backend.Backend."""

@@ -1,0 +1,1 @@
+"""Everything that knows Ray: deployments, HTTP, routing, the command line."""

