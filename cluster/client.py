@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +37,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
-        """Yields what each step brings until an output with a finish_reason. Closing the iterator aborts the request.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what each step brings until an output with a finish_reason. Closing the generator aborts the request.
 
         Raises (at the first `anext`, before any output):
             EngineOverloadedError, EngineUnavailableError.
