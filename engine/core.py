@@ -1,0 +1,273 @@
+"""EngineCore: the loop that brings requests, scheduler and backend together (schedule → dispatch → collect → emit).
+
+    core = EngineCore(config, backend, emit)   # emit(list[RequestOutput]): called on the engine's thread, must not block
+    info = core.load(progress)                 # BackendError; reads weights, compiles (config.warmup)
+    core.start()                               # the loop, on a thread of its own
+    core.submit(EngineRequest(...))            # any thread; InvalidRequestError, QueueFullError, EngineStoppedError
+    core.abort(request_id)                     # any thread; unknown ids are ignored
+    core.health()                              # EngineHealth(healthy, reason)
+    core.metrics()                             # MetricsSnapshot (picklable)
+    core.stop()                                # ends what is left with FinishReason.ERROR, joins, closes the backend
+
+Every accepted request gets outputs until exactly one with a finish_reason (an aborted one: ABORT). `emit` is called at
+most once per step, with the outputs of all requests of that step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
+from engine.config import EngineConfig
+from engine.metrics import EngineMetrics, MetricsSnapshot
+from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.running import RequestState, Status
+from engine.scheduler import Limits, ScheduledStep, Scheduler
+from engine.validation import InvalidRequestError, validate
+
+__all__ = ["EngineCore", "EngineHealth", "EngineStoppedError", "InvalidRequestError", "QueueFullError"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 10.0
+_IDLE_WAIT_S = 5.0
+
+
+class QueueFullError(RuntimeError):
+    """As many requests as allowed are running and waiting; try again later."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine has failed, was stopped, or was not started. The message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineHealth:
+    healthy: bool
+    reason: str = ""  # one line, when not healthy
+
+
+class EngineCore:
+    """One engine: a backend, a scheduler, and the thread that drives them."""
+
+    def __init__(self, config: EngineConfig, backend: Backend, emit: Callable[[list[RequestOutput]], None]) -> None:
+        self._config = config
+        self._backend = backend
+        self._emit = emit
+        self._metrics = EngineMetrics()
+        self._info: BackendInfo | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Shared between threads, under the condition's lock:
+        self._changed = threading.Condition()
+        self._live: dict[str, RequestState] = {}  # in the order of submission, so of their deadlines
+        self._submitted: list[RequestState] = []
+        self._aborted: list[str] = []
+        self._down = "the engine is not started"  # why it takes no requests; empty when it does
+        self._progress_at = time.monotonic()  # last step, or when work appeared
+        # The engine thread's own:
+        self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        """The loaded backend; `max_model_len` is what really fits the KV cache."""
+        if self._info is None:
+            raise EngineStoppedError("the engine is not loaded")
+        return self._info
+
+    def load(self, progress: Progress = no_progress) -> BackendInfo:
+        """Loads the backend and runs its warm-up if configured.
+
+        Raises:
+            BackendError: says what to change.
+        """
+        info = self._backend.load(progress)
+        if self._config.warmup:
+            self._backend.warmup(progress)
+        limits = Limits.of(self._config, info)
+        # A sequence's last token is sampled and never written to the cache.
+        longest = min(info.max_model_len, info.num_blocks * info.block_size + 1)
+        if not info.capabilities.chunked_prefill:
+            longest = min(longest, limits.step_tokens)  # a preempted request must be recomputed in one step
+        self._info = replace(info, max_model_len=longest)
+        self._max_prompt_tokens = None if limits.chunked else limits.step_tokens
+        self._most_live = limits.running + self._config.max_queued_requests
+        self._scheduler = Scheduler(limits, self._info, self._metrics)
+        return self._info
+
+    def start(self) -> None:
+        """Starts the loop."""
+        if self._info is None:
+            raise EngineStoppedError("the engine is not loaded")
+        self._down = ""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop and all requests, and closes the backend unless a step hangs in it."""
+        with self._changed:
+            self._down = self._down or "the engine was stopped"
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the engine's thread did not end within %.0f s: a backend step hangs", _JOIN_TIMEOUT_S)
+        else:
+            self._backend.close()
+
+    # -- any thread
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequestError: this model or backend can't serve it.
+            QueueFullError: too many requests are waiting.
+            EngineStoppedError: the engine has failed or was stopped.
+        """
+        info = self.info
+        validate(request, info, max_prompt_tokens=self._max_prompt_tokens)
+        state = RequestState(request, eos_token_ids=info.eos_token_ids, max_model_len=info.max_model_len)
+        with self._changed:
+            if self._down:
+                raise EngineStoppedError(self._down)
+            if state.request_id in self._live:
+                raise InvalidRequestError("request_id", f"request_id {state.request_id!r} is in use: choose another")
+            if len(self._live) >= self._most_live:
+                raise QueueFullError(
+                    f"{len(self._live)} requests are running and waiting, which is the limit: try again later, "
+                    "or serve with a larger max_queued_requests"
+                )
+            if not self._live:
+                self._progress_at = time.monotonic()
+            state.deadline = time.monotonic() + self._config.request_timeout_s
+            self._live[state.request_id] = state
+            self._submitted.append(state)
+            self._changed.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within one step, wherever it is, and frees everything it holds."""
+        with self._changed:
+            if request_id in self._live:
+                self._aborted.append(request_id)
+                self._changed.notify()
+
+    def health(self) -> EngineHealth:
+        """Unhealthy if the engine is down, or had work and made no step within `step_deadline_s`."""
+        with self._changed:
+            stalled_s = time.monotonic() - self._progress_at if self._live else 0.0
+            down = self._down
+        if down:
+            return EngineHealth(healthy=False, reason=down)
+        if stalled_s > self._config.step_deadline_s:
+            limit = self._config.step_deadline_s
+            return EngineHealth(
+                healthy=False, reason=f"no step for {stalled_s:.0f} s with work to do (limit {limit:g} s)"
+            )
+        return EngineHealth(healthy=True)
+
+    def metrics(self) -> MetricsSnapshot:
+        """The engine's metrics as they are now."""
+        metrics = self._metrics
+        if self._info is not None:
+            metrics.num_requests_running = running = self._scheduler.num_running
+            metrics.num_requests_waiting = max(0, len(self._live) - running)
+            metrics.kv_cache_usage_perc = self._scheduler.kv_usage
+            metrics.compilations_after_warmup = self._backend.compilations_after_warmup
+        return metrics.snapshot()
+
+    # -- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._step()
+            reason = self._down
+        except BackendError as error:
+            reason = str(error)
+            logger.error("the engine stops: %s", reason)
+        except Exception as error:
+            reason = f"internal error: {type(error).__name__}: {error}"
+            logger.exception("the engine stops: %s", reason)
+        self._end_all(reason)
+
+    def _wait_for_work(self) -> bool:
+        """Sleeps while there is nothing to do; False when the engine was stopped."""
+        with self._changed:
+            while not self._live and self._in_flight is None and not self._down:
+                self._changed.wait(_IDLE_WAIT_S)
+            return not self._down
+
+    def _step(self) -> None:
+        outputs = self._take_in()
+        scheduled = self._scheduler.schedule()
+        pending = (scheduled, self._backend.dispatch(scheduled.batch)) if scheduled else None
+        if self.info.capabilities.overlap:
+            ready, self._in_flight = self._in_flight, pending
+        else:
+            ready = pending
+        if ready is not None:
+            outputs += self._scheduler.collect(ready[0], ready[1].result())
+        elif pending is None and self._scheduler.has_work:
+            raise RuntimeError("the scheduler has requests and nothing to do")
+        self._deliver(outputs)
+
+    def _take_in(self) -> list[RequestOutput]:
+        """Applies what other threads asked for, and deadlines. Returns the outputs of requests that ended by it."""
+        now = time.monotonic()
+        with self._changed:
+            submitted, self._submitted = self._submitted, []
+            aborted = [self._live[request_id] for request_id in self._aborted if request_id in self._live]
+            self._aborted = []
+            expired = list(itertools.takewhile(lambda state: state.deadline <= now, self._live.values()))
+        outputs = []
+        for state in submitted:
+            self._scheduler.add(state)
+            reason = state.finished_before_start()
+            if reason is not None:
+                outputs.append(self._end(state, reason))
+        outputs += [self._end(state, FinishReason.ABORT) for state in aborted if state.status is not Status.FINISHED]
+        message = f"the request did not end within {self._config.request_timeout_s:g} s (request_timeout_s)"
+        outputs += [
+            self._end(state, FinishReason.ERROR, message) for state in expired if state.status is not Status.FINISHED
+        ]
+        return outputs
+
+    def _end(self, state: RequestState, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        self._scheduler.finish(state)
+        return self._final_output(state, reason, error)
+
+    def _final_output(self, state: RequestState, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        self._metrics.request_success[reason] += 1
+        self._metrics.e2e_request_latency_seconds.observe(time.time() - state.arrival_time)
+        return RequestOutput(
+            request_id=state.request_id,
+            finish_reason=reason,
+            stop_token_id=state.token_ids[-1] if reason is FinishReason.STOP else None,
+            num_cached_tokens=state.num_cached_tokens,
+            error=error,
+        )
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        ended = [output.request_id for output in outputs if output.finish_reason is not None]
+        with self._changed:
+            self._progress_at = time.monotonic()
+            for request_id in ended:
+                del self._live[request_id]
+        if outputs:
+            self._emit(outputs)
+
+    def _end_all(self, reason: str) -> None:
+        """The loop is over: every request that is left gets an error, and nothing new is taken."""
+        with self._changed:
+            self._down = reason
+            left, self._live = list(self._live.values()), {}
+        if not left:
+            return
+        try:
+            self._emit([self._final_output(state, FinishReason.ERROR, reason) for state in left])
+        except Exception:
+            logger.exception("the outputs of %d requests could not be delivered", len(left))

@@ -1,0 +1,133 @@
+"""What the engine measures, by name, and the plain-Python record of it.
+
+`DEFINITIONS` is the one table of metrics: exporters (prometheus-client, ray.util.metrics) are built from it and add
+their own prefix and the `_total` of counters. Names and meanings are vLLM's where vLLM has the metric. The record is
+written by the engine's thread only and read by `snapshot` from any thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.request import FinishReason
+
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKEN_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricDefinition:
+    name: str  # without prefix, and without the _total that exporters append to counters
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram's buckets, +Inf left out
+    label: str | None = None  # the one label that splits it, if any
+
+
+def _gauge(name: str, text: str) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="gauge", help=text)
+
+
+def _counter(name: str, text: str, label: str | None = None) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="counter", help=text, label=label)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="histogram", help=text, buckets=buckets)
+
+
+DEFINITIONS: tuple[MetricDefinition, ...] = (
+    _gauge("num_requests_running", "Requests that have a place in the batch."),
+    _gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
+    _gauge("kv_cache_usage_perc", "Share of the KV cache blocks that running requests own; 1 means all."),
+    _counter("num_preemptions", "Times a running request lost its KV blocks and had to be recomputed."),
+    _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
+    _counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
+    _counter("generation_tokens", "Tokens generated."),
+    _counter("request_success", "Requests that ended, by reason.", label="finished_reason"),
+    _counter("compilations_after_warmup", "Programs compiled while serving; anything but 0 is a bug."),
+    _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS),
+    _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS),
+    _histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS),
+    _histogram("request_queue_time_seconds", "From a request's arrival to its place in the batch.", _REQUEST_BUCKETS),
+    _histogram("iteration_tokens_total", "Tokens per engine step, prefill and decode.", _TOKEN_BUCKETS),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistogramSnapshot:
+    counts: tuple[int, ...]  # per bucket, not cumulative; the last one is above every bound
+    sum: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsSnapshot:
+    """The state of every metric at one time; picklable."""
+
+    values: Mapping[str, float]  # gauges and counters without label, by name
+    labelled: Mapping[str, Mapping[str, float]]  # counters with a label: name -> label value -> count
+    histograms: Mapping[str, HistogramSnapshot]
+
+
+class Histogram:
+    """Counts of observations per bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def snapshot(self) -> HistogramSnapshot:
+        return HistogramSnapshot(counts=tuple(self._counts), sum=self._sum)
+
+
+class EngineMetrics:
+    """The engine's record, one attribute per metric."""
+
+    def __init__(self) -> None:
+        self.num_requests_running = 0
+        self.num_requests_waiting = 0
+        self.kv_cache_usage_perc = 0.0
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.compilations_after_warmup = 0
+        self.request_success = dict.fromkeys(FinishReason, 0)
+        histograms = {item.name: Histogram(item.buckets) for item in DEFINITIONS if item.kind == "histogram"}
+        self._histograms = histograms
+        self.time_to_first_token_seconds = histograms["time_to_first_token_seconds"]
+        self.inter_token_latency_seconds = histograms["inter_token_latency_seconds"]
+        self.e2e_request_latency_seconds = histograms["e2e_request_latency_seconds"]
+        self.request_queue_time_seconds = histograms["request_queue_time_seconds"]
+        self.iteration_tokens_total = histograms["iteration_tokens_total"]
+
+    def snapshot(self) -> MetricsSnapshot:
+        plain = (item.name for item in DEFINITIONS if item.kind != "histogram" and item.label is None)
+        return MetricsSnapshot(
+            values={name: float(getattr(self, name)) for name in plain},
+            labelled={"request_success": {reason.value: float(n) for reason, n in self.request_success.items()}},
+            histograms={name: histogram.snapshot() for name, histogram in self._histograms.items()},
+        )

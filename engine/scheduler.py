@@ -1,0 +1,303 @@
+"""Scheduler: decides each step which tokens of which requests are computed, and takes back the results.
+
+One number drives everything: a request has `kv_len` computed tokens, and each step brings it closer to the number of
+its known tokens. New prompts, chunks of long ones, prefix hits and requests resumed after a preemption are the same
+case. Once all known tokens are computed a request decodes: one token per step, taken from the device when the host
+has not read it yet.
+
+Steps are scheduled while an earlier one is still running, which is safe because of two facts. (1) Steps run on the
+device in the order they are dispatched. A request that ends or is preempted may still have a row in flight; its blocks
+and slot can be given away at once, because that row's writes come before everything that a later step does with them.
+(2) A block becomes findable by its content only when the step that completed it has been read, and nobody writes to
+a block after it is complete. So a stale row can't touch a block that anybody else reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.backend import BackendInfo
+from engine.batch import SlotState, StepBatch, StepResult
+from engine.batch_builder import BatchBuilder, Chunk
+from engine.collector import Collector
+from engine.config import EngineConfig
+from engine.kv_cache import BlockPool
+from engine.metrics import EngineMetrics
+from engine.request import RequestOutput
+from engine.running import RequestState, Status
+from engine.slot_table import NO_ROWS, DecodeRows, SlotTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledStep:
+    """A batch and the request of each of its rows."""
+
+    batch: StepBatch
+    rows: tuple[RequestState, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a step may hold: the stricter of configuration and backend."""
+
+    step_tokens: int
+    running: int
+    prefill_rows: int
+    chunked: bool  # prompts may be split
+    mixed: bool  # prefill and decode rows may share a step
+    caching: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig, info: BackendInfo) -> Limits:
+        step_tokens = min(info.max_step_tokens, config.max_num_batched_tokens or info.max_step_tokens)
+        chunked = config.enable_chunked_prefill and info.capabilities.chunked_prefill
+        return cls(
+            step_tokens=step_tokens,
+            running=min(config.max_decode_seqs, info.max_step_rows, step_tokens),
+            prefill_rows=min(config.max_prefill_seqs or info.max_prefill_rows, info.max_prefill_rows),
+            chunked=chunked,
+            mixed=chunked and info.capabilities.mixed_batches,
+            caching=config.enable_prefix_cache_hbm and info.capabilities.prefix_caching,
+        )
+
+
+class Scheduler:
+    """Not thread-safe: one thread schedules and collects."""
+
+    def __init__(self, limits: Limits, info: BackendInfo, metrics: EngineMetrics) -> None:
+        self._limits = limits
+        self._block_size = info.block_size
+        self._metrics = metrics
+        self._pool = BlockPool(info.num_blocks)
+        max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
+        self._table = SlotTable(num_slots=limits.running, max_blocks=max_blocks, block_size=info.block_size)
+        self._builder = BatchBuilder(self._table, block_size=info.block_size)
+        self._waiting: OrderedDict[str, RequestState] = OrderedDict()
+        self._running: dict[str, RequestState] = {}  # in the order of admission
+        self._prefilling: dict[str, RequestState] = {}  # in the order of admission
+        self._decode = NO_ROWS
+        self._joining: list[RequestState] = []  # decode from the next step on
+        self._decode_changed = False
+        self._free_slots = list(range(limits.running - 1, -1, -1))
+        self._new_slot_states: list[SlotState] = []
+        self._step = 0
+        self._last_collected = -1
+        self._prefilled_last = False
+        self._collector = Collector(self._table, self._pool, self._limits.caching, metrics, self.finish)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        return self._pool.usage
+
+    def collect(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
+        """Takes back the result of the oldest step that was not collected yet."""
+        self._last_collected = step.batch.step
+        return self._collector.collect(step.batch, step.rows, result)
+
+    # -- requests come and go
+
+    def add(self, state: RequestState) -> None:
+        self._waiting[state.request_id] = state
+
+    def finish(self, state: RequestState) -> None:
+        """Forgets a request, whatever it is doing, and frees everything it has. Its rows in flight are ignored."""
+        if state.status is Status.WAITING:
+            del self._waiting[state.request_id]
+        else:
+            self._vacate(state)
+        state.status = Status.FINISHED
+
+    def _preempt(self, state: RequestState) -> None:
+        """Takes everything from a running request; it is recomputed later, before anybody who waits."""
+        self._vacate(state)
+        state.status = Status.WAITING
+        self._waiting[state.request_id] = state
+        self._waiting.move_to_end(state.request_id, last=False)
+        self._metrics.num_preemptions += 1
+
+    def _vacate(self, state: RequestState) -> None:
+        del self._running[state.request_id]
+        self._prefilling.pop(state.request_id, None)
+        self._decode_changed = True
+        state.last_step = int(self._table.last_step[state.slot])
+        self._pool.release(state.block_ids)
+        state.block_ids = []
+        self._free_slots.append(state.slot)
+        state.slot = -1
+
+    # -- a step is planned
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when no request has anything to compute that is not already in flight."""
+        if self._limits.mixed:
+            decode = self._plan_decode()
+            chunks = self._plan_prefill(len(decode.requests))
+        else:
+            decode, chunks = self._plan_unmixed()
+        if not decode.requests and not chunks:
+            return None
+        slot_states, self._new_slot_states = tuple(self._new_slot_states), []
+        batch = self._builder.build(self._step, decode, chunks, slot_states)
+        self._step += 1
+        for chunk in chunks:
+            self._advance(chunk)
+        self._metrics.iteration_tokens_total.observe(batch.num_tokens)
+        return ScheduledStep(batch=batch, rows=decode.requests + tuple(chunk.state for chunk in chunks))
+
+    def _plan_unmixed(self) -> tuple[DecodeRows, list[Chunk]]:
+        """Prefill first, but never twice in a row while somebody decodes."""
+        if self._prefilled_last:
+            self._prefilled_last = False
+            decode = self._plan_decode()
+            if decode.requests:
+                return decode, []
+        chunks = self._plan_prefill(0)
+        self._prefilled_last = bool(chunks)
+        return (NO_ROWS if chunks else self._plan_decode()), chunks
+
+    def _plan_decode(self) -> DecodeRows:
+        """Rows that decode, each with a block for its next token; preempts when blocks run out."""
+        decode = self._current_decode()
+        if not decode.requests:
+            return decode
+        kv_lens = self._table.kv_len[decode.slots]
+        done = kv_lens >= self._table.last_kv_len[decode.slots]
+        if done.any():
+            for row in np.flatnonzero(done).tolist():
+                decode.requests[row].status = Status.DRAINING
+            self._decode_changed = True
+        starts_block = (kv_lens % self._block_size == 0) & ~done
+        for row in np.flatnonzero(starts_block).tolist():
+            self._give_block(decode.requests[row])
+        return self._current_decode()
+
+    def _current_decode(self) -> DecodeRows:
+        if self._decode_changed:
+            candidates = (*self._decode.requests, *self._joining)
+            requests = tuple(state for state in candidates if state.status is Status.DECODING)
+            self._decode = DecodeRows(requests, np.array([state.slot for state in requests], np.int32))
+            self._joining = []
+            self._decode_changed = False
+        return self._decode
+
+    def _give_block(self, state: RequestState) -> None:
+        """Gives a decoding request the block of its next token, if need be by preempting the latest-admitted one."""
+        while state.status is Status.DECODING:  # it may be the latest itself
+            if self._pool.num_free:
+                state.block_ids += self._pool.allocate(1)
+                kv_len = (len(state.block_ids) - 1) * self._block_size
+                self._table.extend_blocks(state, kv_len, kv_len + 1)
+                return
+            self._preempt(next(s for s in reversed(self._running.values()) if s.status is not Status.DRAINING))
+
+    def _plan_prefill(self, num_decode: int) -> list[Chunk]:
+        """Chunks of requests that prefill, then of requests that can be admitted, in the order of their arrival."""
+        budget = self._limits.step_tokens - num_decode
+        chunks: list[Chunk] = []
+        for state in list(self._prefilling.values()):
+            if len(chunks) == self._limits.prefill_rows or not self._fits(self._remaining(state), budget):
+                return chunks
+            chunks.append(self._chunk(state, budget))
+            budget -= chunks[-1].num_tokens
+        while len(chunks) < self._limits.prefill_rows:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            chunks.append(self._chunk(admitted, budget))
+            budget -= chunks[-1].num_tokens
+        return chunks
+
+    def _fits(self, num_tokens: int, budget: int) -> bool:
+        """Whether a chunk of num_tokens uncomputed tokens can be taken out of the step's remaining token budget."""
+        # What is longer than any step (a resumed request, where chunks are off) has to be split all the same.
+        splittable = self._limits.chunked or num_tokens > self._limits.step_tokens
+        return budget > 0 and (splittable or num_tokens <= budget)
+
+    def _remaining(self, state: RequestState) -> int:
+        return state.num_tokens - int(self._table.kv_len[state.slot])
+
+    def _chunk(self, state: RequestState, budget: int) -> Chunk:
+        start = int(self._table.kv_len[state.slot])
+        end = min(start + budget, state.num_tokens)
+        self._table.extend_blocks(state, start, end)
+        return Chunk(
+            state=state,
+            token_ids=np.array(state.token_ids[start:end], np.int32),
+            start=start,
+            end=end,
+            samples=end == state.num_tokens and state.request.sampling.max_tokens > 0,
+        )
+
+    def _advance(self, chunk: Chunk) -> None:
+        """A chunk is in a batch: its request goes on to decode if it was the last one."""
+        state = chunk.state
+        if chunk.end == state.num_tokens:
+            del self._prefilling[state.request_id]
+            state.status = Status.DECODING
+            self._joining.append(state)
+            self._decode_changed = True
+
+    # -- admission
+
+    def _admit(self, budget: int) -> RequestState | None:
+        """Gives the request that waits longest a slot and blocks for all its known tokens, if there are enough."""
+        if not self._waiting or not self._free_slots:
+            return None
+        state = next(iter(self._waiting.values()))
+        if state.last_step > self._last_collected:
+            return None  # its last token before the preemption is still in flight
+        cached = self._find_prefix(state)
+        new_blocks = -(-state.num_tokens // self._block_size) - len(cached)
+        headroom = len(self._running)  # one more block for everybody, so that the next steps don't preempt it again
+        num_cached_tokens = len(cached) * self._block_size
+        if self._pool.num_free_without(cached) < new_blocks + headroom:
+            return None
+        if not self._fits(state.num_tokens - num_cached_tokens, budget):
+            return None
+        self._pool.share(cached)
+        state.block_ids = cached + self._pool.allocate(new_blocks)
+        state.num_registered_blocks = len(cached)
+        self._place(state, num_cached_tokens)
+        return state
+
+    def _find_prefix(self, state: RequestState) -> list[int]:
+        """Registered blocks of the request's prefix; at least one token is left to compute, for its logits."""
+        if not self._limits.caching or state.prompt_logprobs is not None:
+            return []
+        return self._pool.find(state.block_hashes((state.num_tokens - 1) // self._block_size, self._block_size))
+
+    def _place(self, state: RequestState, num_cached_tokens: int) -> None:
+        del self._waiting[state.request_id]
+        self._running[state.request_id] = state
+        self._prefilling[state.request_id] = state
+        state.status = Status.PREFILLING
+        state.slot = self._free_slots.pop()
+        slot_state = self._table.assign(state, num_cached_tokens)
+        if slot_state is not None:
+            self._new_slot_states.append(slot_state)
+        if not state.was_admitted:
+            self._record_first_admission(state, num_cached_tokens)
+
+    def _record_first_admission(self, state: RequestState, num_cached_tokens: int) -> None:
+        state.was_admitted = True
+        state.num_cached_tokens = min(num_cached_tokens, state.prompt_len // self._block_size * self._block_size)
+        if self._limits.caching and state.prompt_logprobs is None:
+            self._metrics.prefix_cache_queries += state.num_tokens
+            self._metrics.prefix_cache_hits += num_cached_tokens
+        self._metrics.request_queue_time_seconds.observe(time.time() - state.arrival_time)
