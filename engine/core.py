@@ -1,6 +1,6 @@
 """EngineCore: the loop that brings requests, scheduler and backend together (schedule → dispatch → collect → emit).
 
-    core = EngineCore(config, backend, emit)   # emit(list[RequestOutput]): called on the engine's thread, must not block
+    core = EngineCore(config, backend, emit)   # called with list[RequestOutput] on the engine's thread
     info = core.load(progress)                 # BackendError; reads weights, compiles (config.warmup)
     core.start()                               # the loop, on a thread of its own
     core.submit(EngineRequest(...))            # any thread; InvalidRequestError, QueueFullError, EngineStoppedError
@@ -10,7 +10,7 @@
     core.stop()                                # ends what is left with FinishReason.ERROR, joins, closes the backend
 
 Every accepted request gets outputs until exactly one with a finish_reason (an aborted one: ABORT). `emit` is called at
-most once per step, with the outputs of all requests of that step.
+most once per step, with the outputs of all requests of that step, and must not block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.config import EngineConfig
+from engine.limits import Limits, usable
 from engine.metrics import EngineMetrics, MetricsSnapshot
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.running import RequestState, Status
-from engine.scheduler import Limits, ScheduledStep, Scheduler
+from engine.scheduler import ScheduledStep, Scheduler
 from engine.validation import InvalidRequestError, validate
 
 __all__ = ["EngineCore", "EngineHealth", "EngineStoppedError", "InvalidRequestError", "QueueFullError"]
@@ -52,6 +53,13 @@ class EngineHealth:
     reason: str = ""  # one line, when not healthy
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    info: BackendInfo
+    limits: Limits
+    scheduler: Scheduler
+
+
 class EngineCore:
     """One engine: a backend, a scheduler, and the thread that drives them."""
 
@@ -60,7 +68,7 @@ class EngineCore:
         self._backend = backend
         self._emit = emit
         self._metrics = EngineMetrics()
-        self._info: BackendInfo | None = None
+        self._loaded: _Loaded | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Shared between threads, under the condition's lock:
         self._changed = threading.Condition()
@@ -75,9 +83,13 @@ class EngineCore:
     @property
     def info(self) -> BackendInfo:
         """The loaded backend; `max_model_len` is what really fits the KV cache."""
-        if self._info is None:
+        return self._ready.info
+
+    @property
+    def _ready(self) -> _Loaded:
+        if self._loaded is None:
             raise EngineStoppedError("the engine is not loaded")
-        return self._info
+        return self._loaded
 
     def load(self, progress: Progress = no_progress) -> BackendInfo:
         """Loads the backend and runs its warm-up if configured.
@@ -89,20 +101,13 @@ class EngineCore:
         if self._config.warmup:
             self._backend.warmup(progress)
         limits = Limits.of(self._config, info)
-        # A sequence's last token is sampled and never written to the cache.
-        longest = min(info.max_model_len, info.num_blocks * info.block_size + 1)
-        if not info.capabilities.chunked_prefill:
-            longest = min(longest, limits.step_tokens)  # a preempted request must be recomputed in one step
-        self._info = replace(info, max_model_len=longest)
-        self._max_prompt_tokens = None if limits.chunked else limits.step_tokens
-        self._most_live = limits.running + self._config.max_queued_requests
-        self._scheduler = Scheduler(limits, self._info, self._metrics)
-        return self._info
+        info = usable(info, limits)
+        self._loaded = _Loaded(info=info, limits=limits, scheduler=Scheduler(limits, info, self._metrics))
+        return info
 
     def start(self) -> None:
-        """Starts the loop."""
-        if self._info is None:
-            raise EngineStoppedError("the engine is not loaded")
+        """Starts the loop; `load` comes first."""
+        _ = self._ready
         self._down = ""
         self._thread.start()
 
@@ -115,6 +120,7 @@ class EngineCore:
             self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             logger.error("the engine's thread did not end within %.0f s: a backend step hangs", _JOIN_TIMEOUT_S)
+            self._end_all(self._down)
         else:
             self._backend.close()
 
@@ -128,15 +134,15 @@ class EngineCore:
             QueueFullError: too many requests are waiting.
             EngineStoppedError: the engine has failed or was stopped.
         """
-        info = self.info
-        validate(request, info, max_prompt_tokens=self._max_prompt_tokens)
+        info, limits = self._ready.info, self._ready.limits
+        validate(request, info, longest_prompt=limits.longest_prompt)
         state = RequestState(request, eos_token_ids=info.eos_token_ids, max_model_len=info.max_model_len)
         with self._changed:
             if self._down:
                 raise EngineStoppedError(self._down)
             if state.request_id in self._live:
                 raise InvalidRequestError("request_id", f"request_id {state.request_id!r} is in use: choose another")
-            if len(self._live) >= self._most_live:
+            if len(self._live) >= limits.live:
                 raise QueueFullError(
                     f"{len(self._live)} requests are running and waiting, which is the limit: try again later, "
                     "or serve with a larger max_queued_requests"
@@ -164,18 +170,17 @@ class EngineCore:
             return EngineHealth(healthy=False, reason=down)
         if stalled_s > self._config.step_deadline_s:
             limit = self._config.step_deadline_s
-            return EngineHealth(
-                healthy=False, reason=f"no step for {stalled_s:.0f} s with work to do (limit {limit:g} s)"
-            )
+            return EngineHealth(healthy=False, reason=f"no step for {stalled_s:.1f} s, limit {limit:g} s")
         return EngineHealth(healthy=True)
 
     def metrics(self) -> MetricsSnapshot:
         """The engine's metrics as they are now."""
         metrics = self._metrics
-        if self._info is not None:
-            metrics.num_requests_running = running = self._scheduler.num_running
+        if self._loaded is not None:
+            scheduler = self._loaded.scheduler
+            metrics.num_requests_running = running = scheduler.num_running
             metrics.num_requests_waiting = max(0, len(self._live) - running)
-            metrics.kv_cache_usage_perc = self._scheduler.kv_usage
+            metrics.kv_cache_usage_perc = scheduler.kv_usage
             metrics.compilations_after_warmup = self._backend.compilations_after_warmup
         return metrics.snapshot()
 
@@ -187,10 +192,10 @@ class EngineCore:
                 self._step()
             reason = self._down
         except BackendError as error:
-            reason = str(error)
+            reason = " ".join(str(error).split())
             logger.error("the engine stops: %s", reason)
         except Exception as error:
-            reason = f"internal error: {type(error).__name__}: {error}"
+            reason = f"internal error: {type(error).__name__}: {error}".splitlines()[0]
             logger.exception("the engine stops: %s", reason)
         self._end_all(reason)
 
@@ -202,20 +207,22 @@ class EngineCore:
             return not self._down
 
     def _step(self) -> None:
-        outputs = self._take_in()
-        scheduled = self._scheduler.schedule()
+        loaded = self._ready
+        scheduler = loaded.scheduler
+        outputs = self._take_in(scheduler)
+        scheduled = scheduler.schedule()
         pending = (scheduled, self._backend.dispatch(scheduled.batch)) if scheduled else None
-        if self.info.capabilities.overlap:
+        if loaded.info.capabilities.overlap:
             ready, self._in_flight = self._in_flight, pending
         else:
             ready = pending
         if ready is not None:
-            outputs += self._scheduler.collect(ready[0], ready[1].result())
-        elif pending is None and self._scheduler.has_work:
+            outputs += scheduler.collect(ready[0], ready[1].result())
+        elif pending is None and scheduler.has_work:
             raise RuntimeError("the scheduler has requests and nothing to do")
         self._deliver(outputs)
 
-    def _take_in(self) -> list[RequestOutput]:
+    def _take_in(self, scheduler: Scheduler) -> list[RequestOutput]:
         """Applies what other threads asked for, and deadlines. Returns the outputs of requests that ended by it."""
         now = time.monotonic()
         with self._changed:
@@ -225,19 +232,19 @@ class EngineCore:
             expired = list(itertools.takewhile(lambda state: state.deadline <= now, self._live.values()))
         outputs = []
         for state in submitted:
-            self._scheduler.add(state)
+            scheduler.add(state)
             reason = state.finished_before_start()
             if reason is not None:
-                outputs.append(self._end(state, reason))
-        outputs += [self._end(state, FinishReason.ABORT) for state in aborted if state.status is not Status.FINISHED]
+                outputs.append(self._end(scheduler, state, reason))
+        outputs += [self._end(scheduler, s, FinishReason.ABORT) for s in aborted if s.status is not Status.FINISHED]
         message = f"the request did not end within {self._config.request_timeout_s:g} s (request_timeout_s)"
-        outputs += [
-            self._end(state, FinishReason.ERROR, message) for state in expired if state.status is not Status.FINISHED
-        ]
-        return outputs
+        late = [state for state in expired if state.status is not Status.FINISHED]
+        return outputs + [self._end(scheduler, state, FinishReason.ERROR, message) for state in late]
 
-    def _end(self, state: RequestState, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        self._scheduler.finish(state)
+    def _end(
+        self, scheduler: Scheduler, state: RequestState, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        scheduler.finish(state)
         return self._final_output(state, reason, error)
 
     def _final_output(self, state: RequestState, reason: FinishReason, error: str | None = None) -> RequestOutput:
@@ -252,11 +259,12 @@ class EngineCore:
         )
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        ended = [output.request_id for output in outputs if output.finish_reason is not None]
         with self._changed:
             self._progress_at = time.monotonic()
-            for request_id in ended:
-                del self._live[request_id]
+            outputs = [output for output in outputs if output.request_id in self._live]  # all gone if stop() gave up
+            for output in outputs:
+                if output.finish_reason is not None:
+                    del self._live[output.request_id]
         if outputs:
             self._emit(outputs)
 

@@ -24,8 +24,8 @@ from engine.backend import BackendInfo
 from engine.batch import SlotState, StepBatch, StepResult
 from engine.batch_builder import BatchBuilder, Chunk
 from engine.collector import Collector
-from engine.config import EngineConfig
 from engine.kv_cache import BlockPool
+from engine.limits import Limits
 from engine.metrics import EngineMetrics
 from engine.request import RequestOutput
 from engine.running import RequestState, Status
@@ -38,31 +38,6 @@ class ScheduledStep:
 
     batch: StepBatch
     rows: tuple[RequestState, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a step may hold: the stricter of configuration and backend."""
-
-    step_tokens: int
-    running: int
-    prefill_rows: int
-    chunked: bool  # prompts may be split
-    mixed: bool  # prefill and decode rows may share a step
-    caching: bool
-
-    @classmethod
-    def of(cls, config: EngineConfig, info: BackendInfo) -> Limits:
-        step_tokens = min(info.max_step_tokens, config.max_num_batched_tokens or info.max_step_tokens)
-        chunked = config.enable_chunked_prefill and info.capabilities.chunked_prefill
-        return cls(
-            step_tokens=step_tokens,
-            running=min(config.max_decode_seqs, info.max_step_rows, step_tokens),
-            prefill_rows=min(config.max_prefill_seqs or info.max_prefill_rows, info.max_prefill_rows),
-            chunked=chunked,
-            mixed=chunked and info.capabilities.mixed_batches,
-            caching=config.enable_prefix_cache_hbm and info.capabilities.prefix_caching,
-        )
 
 
 class Scheduler:

@@ -6,7 +6,7 @@ step fail is checked here, because a failing step ends all requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.backend import BackendInfo
 from engine.request import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
@@ -22,16 +22,16 @@ class InvalidRequestError(ValueError):
         self.field = field
 
 
-def validate(request: EngineRequest, info: BackendInfo, *, max_prompt_tokens: int | None) -> None:
+def validate(request: EngineRequest, info: BackendInfo, *, longest_prompt: int | None) -> None:
     """Checks a request against the loaded model.
 
     Args:
-        max_prompt_tokens: longest prompt that one step takes, when prompts can't be split; else None.
+        longest_prompt: longest prompt that one step takes, when prompts can't be split; else None.
 
     Raises:
         InvalidRequestError: it can't be served.
     """
-    _check_prompt(request, info, max_prompt_tokens)
+    _check_prompt(request, info, longest_prompt)
     _check_ids("prompt", request.prompt_token_ids, info)
     _check_ids("prompt", request.output_token_ids, info)
     _check_numbers(request.sampling)
@@ -39,7 +39,7 @@ def validate(request: EngineRequest, info: BackendInfo, *, max_prompt_tokens: in
     _check_logprobs(request.sampling, info)
 
 
-def _check_prompt(request: EngineRequest, info: BackendInfo, max_prompt_tokens: int | None) -> None:
+def _check_prompt(request: EngineRequest, info: BackendInfo, longest_prompt: int | None) -> None:
     length = len(request.prompt_token_ids)
     if not length:
         raise InvalidRequestError("prompt", "the prompt has no tokens: send at least one")
@@ -50,19 +50,18 @@ def _check_prompt(request: EngineRequest, info: BackendInfo, max_prompt_tokens: 
             f"the prompt has {length} tokens, but at most {longest} fit a context of {info.max_model_len}: "
             "shorten it, or serve with a larger max_model_len (and num_blocks)",
         )
-    if max_prompt_tokens is not None and length > max_prompt_tokens:
+    if longest_prompt is not None and length > longest_prompt:
         raise InvalidRequestError(
             "prompt",
-            f"the prompt has {length} tokens, but at most {max_prompt_tokens} fit one step and prompts are not split: "
+            f"the prompt has {length} tokens, but at most {longest_prompt} fit one step and prompts are not split: "
             "shorten it, or serve with enable_chunked_prefill=true or a larger max_num_batched_tokens",
         )
 
 
-def _check_ids(field: str, ids: Iterable[int], info: BackendInfo) -> None:
-    for wrong in (token for token in ids if not 0 <= token < info.vocab_size):
-        raise InvalidRequestError(
-            field, f"{field}: token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1})"
-        )
+def _check_ids(field: str, ids: Collection[int], info: BackendInfo) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
+        raise InvalidRequestError(field, f"{field}: token id {wrong} is not in the vocabulary of {info.vocab_size}")
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
