@@ -7,6 +7,7 @@ token: it was computed before the blocks were given away.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -41,16 +42,36 @@ class Collector:
         if result.prompt_logprobs is not None:
             _store_prompt_logprobs(batch, rows, result.prompt_logprobs)
         self._learn_tokens(batch, rows, result)
+        outputs = self._outputs(batch, rows, result)
+        self._metrics.generation_tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs
+
+    def _outputs(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> list[RequestOutput]:
         now = time.time()
         outputs = []
+        previous: list[float] = []  # when each row's token before this one came
         tokens, samples = result.token_ids.tolist(), batch.samples.tolist()
         for row, state in enumerate(rows):
             if state.status is Status.FINISHED:
                 continue
-            if samples[row]:
-                outputs.append(self._token_output(state, tokens[row], row, result.logprobs, now))
-            elif state.request.sampling.max_tokens == 0 and batch.kv_lens[row] == state.num_tokens:
-                outputs.append(self._output(state, (), FinishReason.LENGTH, None, now))
+            if not samples[row]:
+                if state.request.sampling.max_tokens == 0 and batch.kv_lens[row] == state.num_tokens:
+                    outputs.append(self._output(state, None, FinishReason.LENGTH, None, now))
+                continue
+            token = tokens[row]
+            reason = state.append(token)
+            if state.last_token_time:
+                previous.append(state.last_token_time)
+            if reason is None and state.last_token_time and result.logprobs is None:  # nearly all rows; keep it short
+                state.last_token_time = now
+                output = RequestOutput(
+                    request_id=state.request_id, token_ids=(token,), num_cached_tokens=state.num_cached_tokens
+                )
+            else:
+                output = self._output(state, token, reason, _logprobs_of(state, token, row, result.logprobs), now)
+            outputs.append(output)
+        for then, count in Counter(previous).items():
+            self._metrics.inter_token_latency_seconds.observe(now - then, count)
         return outputs
 
     def _register_full_blocks(self, batch: StepBatch, rows: tuple[RequestState, ...]) -> None:
@@ -74,34 +95,18 @@ class Collector:
         self._table.num_known[slots] += 1
         self._table.last_token[slots] = result.token_ids[current]
 
-    def _token_output(
-        self, state: RequestState, token: int, row: int, arrays: LogprobArrays | None, now: float
-    ) -> RequestOutput:
-        reason = state.append(token)
-        self._metrics.generation_tokens += 1
-        if state.last_token_time:
-            self._metrics.inter_token_latency_seconds.observe(now - state.last_token_time)
-        elif not state.request.output_token_ids:
-            self._metrics.time_to_first_token_seconds.observe(now - state.arrival_time)
-        logprobs = None
-        top = state.request.sampling.logprobs
-        if top is not None and arrays is not None:
-            logprobs = (_token_logprobs(arrays, row, token, top),)
-        return self._output(state, (token,), reason, logprobs, now)
-
     def _output(
         self,
         state: RequestState,
-        tokens: tuple[int, ...],
+        token: int | None,
         reason: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...] | None,
         now: float,
     ) -> RequestOutput:
+        """An output that may be a request's first or last."""
         prompt_logprobs = None
         if not state.last_token_time:
-            self._metrics.prompt_tokens += state.prompt_len
-            if state.prompt_logprobs is not None:
-                prompt_logprobs, state.prompt_logprobs = tuple(state.prompt_logprobs), None
+            prompt_logprobs = self._prompt_done(state, now)
         state.last_token_time = now
         if reason is not None:
             self._finish(state)
@@ -109,13 +114,21 @@ class Collector:
             self._metrics.e2e_request_latency_seconds.observe(now - state.arrival_time)
         return RequestOutput(
             request_id=state.request_id,
-            token_ids=tokens,
+            token_ids=() if token is None else (token,),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
-            stop_token_id=tokens[-1] if reason is FinishReason.STOP else None,
+            stop_token_id=token if reason is FinishReason.STOP else None,
             num_cached_tokens=state.num_cached_tokens,
         )
+
+    def _prompt_done(self, state: RequestState, now: float) -> tuple[TokenLogprobs | None, ...] | None:
+        """Notes that a prompt is computed; gives its logprobs, if asked for."""
+        self._metrics.prompt_tokens += state.prompt_len
+        if not state.request.output_token_ids:
+            self._metrics.time_to_first_token_seconds.observe(now - state.arrival_time)
+        logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+        return None if logprobs is None else tuple(logprobs)
 
 
 def _store_prompt_logprobs(batch: StepBatch, rows: tuple[RequestState, ...], arrays: LogprobArrays) -> None:
@@ -130,6 +143,13 @@ def _store_prompt_logprobs(batch: StepBatch, rows: tuple[RequestState, ...], arr
         for position in range(start + 1, min(int(batch.kv_lens[row]) + 1, state.prompt_len)):
             index = offset + position - 1 - start
             state.prompt_logprobs[position] = _token_logprobs(arrays, index, state.token_ids[position], top)
+
+
+def _logprobs_of(
+    state: RequestState, token: int, row: int, arrays: LogprobArrays | None
+) -> tuple[TokenLogprobs, ...] | None:
+    top = state.request.sampling.logprobs
+    return None if top is None or arrays is None else (_token_logprobs(arrays, row, token, top),)
 
 
 def _token_logprobs(arrays: LogprobArrays, index: int, token_id: int, top: int) -> TokenLogprobs:
