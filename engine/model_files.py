@@ -62,7 +62,7 @@ def locate_model(model: str, *, weights: bool = True) -> ModelFiles:
         return ModelFiles(path=path, kind="gguf", source=model)
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"no model at {model}: give a folder with config.json and *.safetensors, a .gguf file, or a hub id owner/name"
+            f"no model at {model}: use a folder with config.json, a .gguf file or a hub id (owner/name)"
         )
     return _in_folder(_download(model, weights), model)
 
