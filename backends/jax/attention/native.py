@@ -1,0 +1,40 @@
+"""Attention by the C++ kernel: ragged, so neither padded rows nor wide block tables cost anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from backends.jax import native
+from backends.jax.attention.base import AttentionInputs, PagedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeAttention(PagedAttention):
+    @staticmethod
+    def supports(head_dim: int, block_size: int) -> bool:
+        """Heads in whole vectors, blocks in whole tiles."""
+        return head_dim % 16 == 0 and (block_size in (8, 16) or block_size % 32 == 0)
+
+    def cache_shape(self, num_blocks: int) -> jax.ShapeDtypeStruct:
+        shape = (self.num_layers, num_blocks + 1, 2, self.num_kv_heads, self.block_size * self.head_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if self.dtype == "float32" else jnp.uint16)
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        return native.ragged_attention(
+            q,
+            k,
+            v,
+            cache,
+            layer,
+            inputs.block_tables,
+            inputs.kv_lens,
+            inputs.query_starts,
+            inputs.num_rows,
+            scale=self.scale,
+            window=self.window or 0,
+        )

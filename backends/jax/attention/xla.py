@@ -1,0 +1,100 @@
+"""Attention in plain XLA: gathers each row's blocks. Runs anywhere; the fallback where no kernel fits.
+
+A decode step (one token a row) is one batched product over padded contexts. A step with prompts goes through query tiles
+of one row each in a loop, so that its cost follows the tokens and not rows times the longest prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from backends.jax.attention.base import AttentionInputs, PagedAttention
+
+QUERY_TILE = 32  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class XlaAttention(PagedAttention):
+    pads_tables: bool = True
+
+    def cache_shape(self, num_blocks: int) -> jax.ShapeDtypeStruct:
+        shape = (self.num_layers, num_blocks + 1, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if self.dtype == "float32" else jnp.uint16)
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+    ) -> tuple[jax.Array, jax.Array]:
+        cache = self._write(k, v, cache, layer, inputs)
+        grouped = (q * self.scale).reshape(q.shape[0], self.num_kv_heads, -1, self.head_dim)
+        if inputs.decode_only:
+            out = self._decode(grouped, cache, layer, inputs)
+        else:
+            out = self._tiles(grouped, cache, layer, inputs)
+        return out.reshape(q.shape), cache
+
+    def _write(
+        self, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+    ) -> jax.Array:
+        tokens = k.shape[0]
+        dump = cache.shape[1] - 1
+        block = inputs.block_tables[inputs.token_rows, inputs.positions // self.block_size]
+        block = jnp.where(jnp.arange(tokens) < inputs.num_tokens, block, dump)
+        offset = inputs.positions % self.block_size
+        both = jnp.stack([k, v], axis=1)  # [T, 2, kv_heads, d]
+        if cache.dtype == jnp.uint16:
+            both = jax.lax.bitcast_convert_type(both.astype(jnp.bfloat16), jnp.uint16)
+        return cache.at[layer, block, :, :, offset, :].set(both)
+
+    def _gather(self, cache: jax.Array, layer: jax.Array, tables: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of tables [..., B], each [..., kv_heads, B * block_size, d]."""
+        blocks = cache[layer, tables]  # [..., B, 2, kv_heads, block_size, d]
+        if blocks.dtype == jnp.uint16:
+            blocks = jax.lax.bitcast_convert_type(blocks, jnp.bfloat16)
+        both = jnp.moveaxis(blocks, (-4, -3), (0, -4))  # [2, ..., kv_heads, B, block_size, d]
+        both = both.reshape(*both.shape[:-3], -1, self.head_dim)
+        return both[0], both[1]
+
+    def _visible(self, positions: jax.Array, length: int) -> jax.Array:
+        """[..., length]: which keys a query at each of positions [...] sees."""
+        keys = jnp.arange(length)
+        seen = keys <= positions[..., None]
+        if self.window is not None:
+            seen &= keys > positions[..., None] - self.window
+        return seen
+
+    def _attend(self, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+        """q [..., h, n, d], keys and values [..., h, m, d], seen [..., n, m] -> [..., h, n, d]."""
+        product = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("...hnd,...hmd->...hnm", q.astype(keys.dtype), keys, **product)
+        probabilities = jax.nn.softmax(jnp.where(seen[..., None, :, :], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("...hnm,...hmd->...hnd", probabilities.astype(values.dtype), values, **product)
+
+    def _decode(self, q: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        keys, values = self._gather(cache, layer, inputs.block_tables)  # [R, h, m, d]
+        seen = self._visible(inputs.positions, keys.shape[-2])[:, None, :]
+        return self._attend(q, keys, values, jnp.broadcast_to(seen, (q.shape[0], q.shape[2], keys.shape[-2])))
+
+    def _tiles(self, q: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        tokens, kv_heads, group, d = q.shape
+        padded = jnp.pad(q, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
+        tiles_of_row = -(-jnp.diff(inputs.query_starts) // QUERY_TILE)
+        ends = jnp.cumsum(tiles_of_row)
+
+        def one_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
+            row = jnp.searchsorted(ends, tile, side="right")
+            in_row = tile - (ends[row] - tiles_of_row[row])
+            start = inputs.query_starts[row] + in_row * QUERY_TILE
+            first = inputs.kv_lens[row] - (inputs.query_starts[row + 1] - start)  # position of the tile's first token
+            queries = jax.lax.dynamic_slice_in_dim(padded, start, QUERY_TILE).transpose(1, 0, 2, 3)
+            keys, values = self._gather(cache, layer, inputs.block_tables[row])  # [h, m, d]
+            seen = self._visible(first + jnp.repeat(jnp.arange(QUERY_TILE), group), keys.shape[-2])
+            result = self._attend(queries.reshape(kv_heads, -1, d), keys, values, seen)
+            result = result.reshape(kv_heads, QUERY_TILE, group, d).transpose(1, 0, 2, 3)
+            # What this writes behind its row's end, the next row's tile overwrites.
+            return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+
+        out = jax.lax.fori_loop(0, ends[-1], one_tile, jnp.zeros_like(padded))
+        return out[:tokens]

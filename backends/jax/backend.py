@@ -1,0 +1,316 @@
+"""JaxBackend: a Llama-family decoder on JAX devices; on CPU with native kernels where they can be compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.jax import native
+from backends.jax.attention import NativeAttention, PagedAttention, XlaAttention
+from backends.jax.buckets import Buckets
+from backends.jax.checkpoint import open_checkpoint
+from backends.jax.compilation import (
+    PHASE,
+    CompilationCounter,
+    cache_dir,
+    compile_all,
+    default_cache_dir,
+    enable_persistent_cache,
+)
+from backends.jax.loading import ParameterLoader
+from backends.jax.logits import LOGPROB_COLUMNS
+from backends.jax.memory import KVPlan, device_memory_bytes, plan_kv_cache
+from backends.jax.model import Decoder, Params
+from backends.jax.model_config import ModelConfig, read_model_config
+from backends.jax.native.build import BuildError
+from backends.jax.sampling import sample_native, sample_xla
+from backends.jax.sharding import create_mesh, sharding
+from backends.jax.slots import SlotTables, new_history, new_slot_tables, slot_row, write_slot
+from backends.jax.step import DeviceState, StepProgram, StepShape
+from engine.backend import (
+    Backend,
+    BackendError,
+    BackendInfo,
+    Capabilities,
+    PendingStep,
+    Progress,
+    no_progress,
+)
+from engine.batch import LogprobArrays, SamplingArrays, StepBatch, StepResult
+from engine.config import GIB, EngineConfig
+from engine.model_files import locate_model
+from engine.request import MAX_TOP_LOGPROBS
+
+logger = logging.getLogger(__name__)
+
+CPU_CHUNK_TOKENS = 256
+"""Default step budget: a longer chunk is no cheaper per token on CPU, and makes running requests wait longer."""
+
+
+class JaxBackend(Backend):
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        self._counter = CompilationCounter()
+        self._programs: dict[StepShape, Any] = {}
+        self._capabilities = Capabilities()
+        self._info: BackendInfo | None = None
+
+    def load(self, progress: Progress = no_progress) -> BackendInfo:
+        if self._info is not None:
+            return self._info
+        config = self._config
+        device_bytes = device_memory_bytes(config)
+        files = locate_model(config.model, weights=config.load_format != "dummy")
+        model = self._model = _with_window(read_model_config(files), config.sliding_window)
+        checkpoint = open_checkpoint(files, model, config.load_format, config.seed)
+        enable_persistent_cache(cache_dir(config))
+        self._mesh = create_mesh()
+        use_native = self._load_native(model)
+        self._params: Params = ParameterLoader(
+            model, checkpoint, self._mesh, dtype=self._dtype, packed=use_native, stacked=use_native
+        ).load(progress)
+        attention = self._attention(model, use_native)
+        weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        rows = config.max_decode_seqs
+        plan = plan_kv_cache(
+            config,
+            weight_bytes=weight_bytes,
+            bytes_per_block=attention.bytes_per_block,
+            model_max_len=model.max_position,
+            max_rows=rows,
+            device_bytes=device_bytes,
+        )
+        self._info = self._describe(model, attention, plan, use_native)
+        self._allocate(attention, plan, progress)
+        self._program = StepProgram(
+            decoder=Decoder(config=model, attention=attention), sampler=sample_native if use_native else sample_xla
+        )
+        self._buckets = Buckets(
+            config,
+            max_tokens=self._info.max_step_tokens,
+            max_rows=rows,
+            block_size=config.block_size,
+            max_model_len=plan.max_model_len,
+            pads_tables=attention.pads_tables,
+        )
+        self._jit = jax.jit(self._program, donate_argnums=1, static_argnames="shape")
+        self._write_slot = jax.jit(write_slot, donate_argnums=(0, 1))
+        return self._info
+
+    def _load_native(self, model: ModelConfig) -> bool:
+        """Whether the native kernels are used: as the option says, else where they can be."""
+        if self._config.attention == "xla":
+            return False
+        problem = None
+        if not NativeAttention.supports(model.head_dim, self._config.block_size):
+            problem = f"they don't support head_dim={model.head_dim} with block_size={self._config.block_size}"
+        else:
+            try:
+                native.load_kernels(cache_dir(self._config) or default_cache_dir())
+            except (BuildError, OSError) as error:
+                problem = str(error)
+        if problem is None:
+            return True
+        if self._config.attention == "native":
+            raise BackendError(f"attention=native is not possible: {problem}")
+        logger.warning("native CPU kernels are off, plain XLA is slower: %s", problem)
+        return False
+
+    def _attention(self, model: ModelConfig, use_native: bool) -> PagedAttention:
+        implementation = NativeAttention if use_native else XlaAttention
+        return implementation(
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=self._config.block_size,
+            window=model.sliding_window,
+            dtype=self._dtype,
+        )
+
+    def _describe(
+        self, model: ModelConfig, attention: PagedAttention, plan: KVPlan, use_native: bool
+    ) -> BackendInfo:
+        config = self._config
+        kernels = "native kernels" if use_native else "XLA"
+        whole_prompt = CPU_CHUNK_TOKENS if config.enable_chunked_prefill else plan.max_model_len
+        return BackendInfo(
+            device=f"{jax.devices()[0].platform} x1 ({self._dtype}, {kernels})",
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=plan.max_model_len,
+            num_blocks=plan.num_blocks,
+            block_size=config.block_size,
+            bytes_per_block=attention.bytes_per_block,
+            max_step_tokens=config.max_num_batched_tokens or max(whole_prompt, config.max_decode_seqs),
+            max_step_rows=config.max_decode_seqs,
+            max_prefill_rows=config.max_prefill_seqs or config.max_decode_seqs,
+            capabilities=self._capabilities,
+        )
+
+    def _allocate(self, attention: PagedAttention, plan: KVPlan, progress: Progress) -> None:
+        blocks = plan.num_blocks
+        size = blocks * attention.bytes_per_block
+        detail = f"{blocks} blocks, {blocks * attention.block_size} tokens, {size / GIB:.2f} GiB"
+        progress("allocating KV blocks", 0, blocks, detail)
+        placed = sharding(self._mesh)
+        cache = attention.cache_shape(blocks)
+        self._state: DeviceState = jax.device_put(
+            DeviceState(
+                cache=jax.numpy.zeros(cache.shape, cache.dtype),
+                history=new_history(self._config.max_decode_seqs, plan.max_model_len),
+            ),
+            placed,
+        )
+        self._tables: SlotTables = jax.device_put(
+            new_slot_tables(self._config.max_decode_seqs, self._capabilities), placed
+        )
+        jax.block_until_ready(self._state.cache)
+        logger.info("KV cache: %s (%d bytes)", detail, size)
+        progress("allocating KV blocks", blocks, blocks, detail)
+
+    def warmup(self, progress: Progress = no_progress) -> None:
+        shapes = self._buckets.shapes
+        started = time.monotonic()
+        if self._config.enable_jit:
+            lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
+            self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress))
+        for done, shape in enumerate(shapes, start=1):
+            self._run(_idle_batch(shape, self._info_or_fail.block_size), shape).result()
+            progress("running each program once", done, len(shapes))
+        self._apply_slot_state_once()
+        logger.info("%d programs ready in %.1f s", len(shapes), time.monotonic() - started)
+        self._counter.arm()
+
+    def _lower(self, shape: StepShape) -> Any:
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), np.int32, sharding=sharding(self._mesh))
+        return self._jit.lower(self._params, self._state, self._tables, packed, shape=shape)
+
+    def _apply_slot_state_once(self) -> None:
+        from engine.batch import SlotState
+
+        self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
+
+    @property
+    def _info_or_fail(self) -> BackendInfo:
+        if self._info is None:
+            raise BackendError("load() comes first")
+        return self._info
+
+    def dispatch(self, batch: StepBatch) -> PendingStep:
+        for state in batch.slot_states:
+            self._apply(state)
+        return self._run(batch, self._buckets.choose(batch))
+
+    def _apply(self, state: Any) -> None:
+        row, history = slot_row(state, self._capabilities, self._state.history.shape[1])
+        tables, new = self._write_slot(self._tables, self._state.history, np.int32(state.slot), row, history)
+        self._tables = tables
+        self._state = DeviceState(cache=self._state.cache, history=new)
+
+    def _run(self, batch: StepBatch, shape: StepShape) -> PendingStep:
+        packed = shape.pack(batch, dump_slot=self._config.max_decode_seqs)
+        if not self._config.enable_jit:
+            with jax.disable_jit():
+                outputs = self._program(self._params, self._state, self._tables, jax.numpy.asarray(packed), shape)
+        else:
+            program = self._programs.get(shape)
+            if program is None:  # warmup=false: compile what is needed when it is needed
+                program = self._programs[shape] = self._lower(shape).compile()
+            outputs = program(self._params, self._state, self._tables, packed)
+        self._state, result, prompt = outputs
+        wants_logprobs = bool((batch.sampling.num_logprobs >= 0).any())
+        return _Pending(batch, result, prompt if batch.prompt_logprobs.any() else None, wants_logprobs)
+
+    @property
+    def compilations_after_warmup(self) -> int:
+        return self._counter.count
+
+    def close(self) -> None:
+        self._counter.close()
+        self._programs.clear()
+        for name in ("_state", "_tables", "_params"):
+            with contextlib.suppress(AttributeError):
+                delattr(self, name)
+
+
+@dataclass(slots=True)
+class _Pending(PendingStep):
+    batch: StepBatch
+    packed: jax.Array
+    prompt: jax.Array | None
+    wants_logprobs: bool
+
+    def result(self) -> StepResult:
+        rows, tokens = self.batch.num_rows, self.batch.num_tokens
+        try:
+            packed = np.asarray(self.packed)[:rows]
+            prompt = None if self.prompt is None else _unpack(np.asarray(self.prompt)[:tokens])
+        except jax.errors.JaxRuntimeError as error:
+            raise BackendError(f"step {self.batch.step} failed on the device: {str(error).splitlines()[0]}") from error
+        return StepResult(
+            step=self.batch.step,
+            token_ids=packed[:, 0],
+            logprobs=_unpack(packed[:, 1:]) if self.wants_logprobs else None,
+            prompt_logprobs=prompt,
+        )
+
+
+def _unpack(packed: NDArray[np.int32]) -> LogprobArrays:
+    """What logits.logprobs packed."""
+    ids_end = 1 + MAX_TOP_LOGPROBS
+    assert packed.shape[1] == LOGPROB_COLUMNS
+    as_float = np.ascontiguousarray(packed).view(np.float32)
+    return LogprobArrays(chosen=as_float[:, 0], top_ids=packed[:, 1:ids_end], top_logprobs=as_float[:, ids_end:])
+
+
+def _with_window(model: ModelConfig, window: int | None) -> ModelConfig:
+    from dataclasses import replace
+
+    return model if window is None else replace(model, sliding_window=window)
+
+
+def _idle_batch(shape: StepShape, block_size: int) -> StepBatch:
+    """One token of one row in block 0, to run a program once before anybody owns a block."""
+    one = np.ones(1, np.int32)
+    zero = np.zeros(1, np.int32)
+    unit = np.ones(1, np.float32)
+    nothing = np.zeros(1, np.float32)
+    off = np.zeros(1, np.bool_)
+    sampling = SamplingArrays(
+        temperature=unit,
+        top_k=zero,
+        top_p=unit,
+        min_p=nothing,
+        repetition_penalty=unit,
+        presence_penalty=nothing,
+        frequency_penalty=nothing,
+        seed=np.zeros((1, 2), np.uint32),
+        prompt_len=one,
+        min_len=zero,
+        rewrites_logits=off,
+        num_logprobs=-one,
+    )
+    return StepBatch(
+        step=-1,
+        token_ids=zero,
+        positions=zero,
+        query_lens=one,
+        kv_lens=one,
+        slots=zero,
+        block_tables=np.zeros((1, min(1, shape.blocks)), np.int32),
+        samples=off,
+        sampling=sampling,
+        prompt_logprobs=off,
+        target_ids=zero,
+    )

@@ -1,0 +1,79 @@
+"""Compiling ahead: every step shape before the first request, in parallel, with a cache on disk, and a counter after.
+
+Programs are lowered in the calling thread (tracing is Python) and compiled in a pool (XLA releases the GIL).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from engine.backend import Progress
+from engine.config import EngineConfig
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+PHASE = "compiling"
+
+
+def default_cache_dir() -> Path:
+    """Where compiled programs and kernels are kept unless the configuration says otherwise."""
+    return Path.home() / ".cache" / "sliceserve"
+
+
+def cache_dir(config: EngineConfig) -> Path | None:
+    """The folder for compiled programs; None when the cache is off."""
+    if config.compilation_cache_dir == "none":
+        return None
+    return Path(config.compilation_cache_dir).expanduser() if config.compilation_cache_dir else default_cache_dir()
+
+
+def enable_persistent_cache(folder: Path | None) -> None:
+    """Makes XLA keep its programs in `folder`, small and quick ones too."""
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla") if folder else None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+class CompilationCounter:
+    """Counts XLA compilations in this process from the moment it is armed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._armed = False
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def arm(self) -> None:
+        self._armed = True
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        self._armed = False
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:  # noqa: ARG002
+        if self._armed and event == COMPILE_EVENT:
+            with self._lock:
+                self._count += 1
+
+
+def compile_all(
+    lowered: Iterable[tuple[Any, Callable[[], Any]]], total: int, threads: int, progress: Progress
+) -> Mapping[Any, Any]:
+    """Lowers each (key, lower()) here and compiles in a pool of threads; returns the compiled programs by key."""
+    programs: dict[Any, Any] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        futures = {}
+        for key, lower in lowered:
+            futures[pool.submit(lower().compile)] = key
+        for done, future in enumerate(as_completed(futures), start=1):
+            programs[futures[future]] = future.result()
+            progress(PHASE, done, total, f"bucket {done} of {total}")
+    return programs

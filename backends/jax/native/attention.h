@@ -1,0 +1,160 @@
+// Ragged paged attention: writes the step's keys and values into their blocks, then attends (flash style, exact).
+//
+// A block of one layer and kv head holds its keys and values in tiles of up to 32 tokens: keys as [d / kPair][tile][kPair]
+// and values as [tile / kPair][d][kPair], which is what `Tile` multiplies with. Query tokens of one row are taken in
+// groups, times the query heads that share a kv head, so that a long prompt runs as matrix products and a decode token
+// reads its keys and values once.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace sliceserve {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int kMaxTile = 32;       // tokens
+constexpr int64_t kQueryRows = 48;  // query vectors of one task
+
+struct AttentionShape {
+  int64_t heads, kv_heads, dim, block_size, max_blocks;
+  int64_t window;  // keys further back are not seen; 0 = no limit
+  float scale;
+};
+
+template <typename T>
+struct Attention {
+  AttentionShape shape;
+  const float *q, *k, *v;      // [t, heads or kv_heads, dim]
+  T* cache;                    // one layer: [blocks, 2, kv_heads, block_size * dim]
+  const int32_t *tables, *kv_lens, *query_starts;
+  int64_t rows;
+  float* out;  // [t, heads, dim]
+
+  static constexpr int P = Element<T>::kPair;
+
+  int64_t tile() const { return std::min<int64_t>(kMaxTile, shape.block_size); }
+
+  T* TileOf(int64_t row, int64_t token, int64_t head, int64_t which) const {
+    const int64_t block = tables[row * shape.max_blocks + token / shape.block_size];
+    const int64_t in_block = token % shape.block_size / tile() * tile();
+    return cache + (((block * 2 + which) * shape.kv_heads + head) * shape.block_size + in_block) * shape.dim;
+  }
+
+  void Write(int64_t row, int64_t index) const {
+    const int64_t first = query_starts[row], count = query_starts[row + 1] - first;
+    const int64_t position = kv_lens[row] - count + index, slot = position % tile(), d = shape.dim;
+    for (int64_t h = 0; h < shape.kv_heads; ++h) {
+      const int64_t source = ((first + index) * shape.kv_heads + h) * d;
+      T* keys = TileOf(row, position, h, 0);
+      T* values = TileOf(row, position, h, 1);
+      for (int64_t i = 0; i < d; ++i) keys[(i / P * tile() + slot) * P + i % P] = Element<T>::From(k[source + i]);
+      for (int64_t i = 0; i < d; ++i) values[(slot / P * d + i) * P + slot % P] = Element<T>::From(v[source + i]);
+    }
+  }
+
+  // Scores of one tile become probabilities relative to the running maximum; returns how the accumulator must shrink.
+  template <int L>
+  float Softmax(float* scores, int64_t width, float* maximum, float* total) const {
+    F<L> best = Load<L>(scores);
+    for (int64_t j = L; j < width; j += L) {
+      F<L> s = Load<L>(scores + j);
+      best = s > best ? s : best;
+    }
+    const float top = std::max(*maximum, Max<L>(best));
+    if (top == -kInfinity) {  // nothing visible yet
+      std::fill(scores, scores + width, 0.0f);
+      return 1.0f;
+    }
+    const float shrink = *maximum == -kInfinity ? 0.0f : std::exp(*maximum - top);
+    F<L> sum = Splat<L>(0.0f);
+    for (int64_t j = 0; j < width; j += L) {
+      F<L> p = ExpNegative<L>(Load<L>(scores + j) - top);
+      sum += p;
+      Store<L>(scores + j, p);
+    }
+    *maximum = top;
+    *total = *total * shrink + Sum<L>(sum);
+    return shrink;
+  }
+
+  // Query tokens [start, start + count) of a row, all query heads of one kv head. A tile is NV vectors of L lanes.
+  template <int L, int NV>
+  void Attend(int64_t row, int64_t start, int64_t count, int64_t head) const {
+    const int64_t d = shape.dim, group = shape.heads / shape.kv_heads, rows_q = count * group;
+    constexpr int64_t width = L * NV;
+    const int64_t first = query_starts[row];
+    const int64_t position = kv_lens[row] - (query_starts[row + 1] - first) + start;
+    thread_local std::vector<float> queries, scores, acc, maxima, totals;
+    queries.resize(rows_q * d), scores.resize(rows_q * width);
+    acc.assign(rows_q * d, 0.0f), maxima.assign(rows_q, -kInfinity), totals.assign(rows_q, 0.0f);
+    for (int64_t m = 0; m < rows_q; ++m) {
+      const float* source = q + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
+      for (int64_t i = 0; i < d; ++i) queries[m * d + i] = source[i] * shape.scale;
+    }
+    const int64_t last = position + count - 1;
+    const int64_t oldest = shape.window > 0 ? std::max<int64_t>(0, position - shape.window + 1) : 0;
+    for (int64_t key = oldest / width * width; key <= last; key += width) {
+      Rows<T, L, NV, 12>(rows_q, queries.data(), d, TileOf(row, key, head, 0), width, d, scores.data(), width, false);
+      if (key + width - 1 > position || (shape.window > 0 && key <= last - shape.window))
+        Mask(scores.data(), rows_q, group, position, key);
+      for (int64_t m = 0; m < rows_q; ++m) {
+        const float shrink = Softmax<L>(&scores[m * width], width, &maxima[m], &totals[m]);
+        if (shrink != 1.0f)
+          for (int64_t i = 0; i < d; ++i) acc[m * d + i] *= shrink;
+      }
+      const T* values = TileOf(row, key, head, 1);
+      int64_t column = 0;
+      for (; column + 4 * L <= d; column += 4 * L)
+        Rows<T, L, 4, 6>(rows_q, scores.data(), width, values + column * P, d, width, acc.data() + column, d, true);
+      for (; column < d; column += L)
+        Rows<T, L, 1, 12>(rows_q, scores.data(), width, values + column * P, d, width, acc.data() + column, d, true);
+    }
+    for (int64_t m = 0; m < rows_q; ++m) {
+      float* target = out + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
+      for (int64_t i = 0; i < d; ++i) target[i] = acc[m * d + i] / totals[m];
+    }
+  }
+
+  void Mask(float* scores, int64_t rows_q, int64_t group, int64_t position, int64_t key) const {
+    for (int64_t m = 0; m < rows_q; ++m) {
+      const int64_t newest = position + m / group;
+      const int64_t oldest = shape.window > 0 ? newest - shape.window + 1 : 0;
+      for (int64_t j = 0; j < tile(); ++j)
+        if (key + j > newest || key + j < oldest) scores[m * tile() + j] = -kInfinity;
+    }
+  }
+
+  void Run(xla::ffi::ThreadPool& pool) const {
+    struct Piece {
+      int64_t row, start, count;
+    };
+    std::vector<Piece> pieces;
+    const int64_t group = shape.heads / shape.kv_heads, most = std::max<int64_t>(1, kQueryRows / group);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t count = query_starts[r + 1] - query_starts[r];
+      for (int64_t s = 0; s < count; s += most) pieces.push_back({r, s, std::min(most, count - s)});
+    }
+    const int64_t num_pieces = pieces.size();
+    const int64_t grain = std::max<int64_t>(1, num_pieces / 8);  // pieces written by one task
+    const int64_t write_tasks = (num_pieces + grain - 1) / grain;
+    ParallelFor(pool, write_tasks, [&](int64_t task) {
+      for (int64_t i = task * grain; i < std::min(num_pieces, (task + 1) * grain); ++i)
+        for (int64_t j = 0; j < pieces[i].count; ++j) Write(pieces[i].row, pieces[i].start + j);
+    });
+    // Heaviest last-in-line tasks would leave a thread idle: longest contexts of a prompt come last, so go backwards.
+    ParallelFor(pool, num_pieces * shape.kv_heads, [&](int64_t task) {
+      const Piece& p = pieces[num_pieces - 1 - task / shape.kv_heads];
+      const int64_t head = task % shape.kv_heads;
+      if (tile() == 32) Attend<16, 2>(p.row, p.start, p.count, head);
+      else if (tile() == 16) Attend<16, 1>(p.row, p.start, p.count, head);
+      else Attend<8, 1>(p.row, p.start, p.count, head);
+    });
+  }
+};
+
+}  // namespace sliceserve

@@ -1,0 +1,109 @@
+// What XLA calls: argument checking, then linear.h and attention.h. The Python side is backends/jax/native/__init__.py.
+#include "attention.h"
+#include "linear.h"
+#include "sampling.h"
+
+namespace ffi = xla::ffi;
+
+namespace sliceserve {
+namespace {
+
+// x [t, k], w [layers, blocks, k / pair, 32, pair] (uint16 holds bfloat16), layer [], rows [1] -> y [t, n]
+ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                      ffi::Buffer<ffi::S32> rows, ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  const int64_t t = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const int64_t valid = std::clamp<int64_t>(rows.typed_data()[0], 0, t);
+  int64_t per_layer = 1;
+  for (size_t i = 1; i < w.dimensions().size(); ++i) per_layer *= w.dimensions()[i];
+  const int64_t offset = layer.typed_data()[0] * per_layer;
+  float* out = y->typed_data();
+  if (w.element_type() == ffi::F32)
+    Linear(pool, x.typed_data(), w.typed_data<float>() + offset, t, valid, k, out, n);
+  else
+    Linear(pool, x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()) + offset, t, valid, k, out, n);
+  return ffi::Error::Success();
+}
+
+// q [t, heads, d], k and v [t, kv_heads, d] (float32); cache [layers, blocks, 2, kv_heads, block_size * d], updated in
+// place; tables [rows, max_blocks], kv_lens [rows], query_starts [rows + 1], num_rows [1] -> out [t, heads, d], cache
+ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                         ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> tables,
+                         ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> num_rows,
+                         ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::Result<ffi::AnyBuffer> new_cache, float scale,
+                         int64_t window) {
+  if (new_cache->untyped_data() != cache.untyped_data())
+    return ffi::Error::Internal("attention: the cache must be updated in place");
+  const auto c = cache.dimensions();
+  const int64_t t = q.dimensions()[0], heads = q.dimensions()[1], dim = q.dimensions()[2], kv_heads = k.dimensions()[1];
+  AttentionShape shape{heads, kv_heads, dim, c[4] / dim, tables.dimensions()[1], window, scale};
+  const int64_t offset = layer.typed_data()[0] * c[1] * c[2] * c[3] * c[4];
+  const int64_t rows = num_rows.typed_data()[0];
+  const int32_t* starts = query_starts.typed_data();
+  auto run = [&](auto* data) {
+    using T = std::remove_pointer_t<decltype(data)>;
+    Attention<T>{shape, q.typed_data(), k.typed_data(), v.typed_data(), data + offset, tables.typed_data(),
+                 kv_lens.typed_data(), starts, rows, out->typed_data()}
+        .Run(pool);
+  };
+  if (cache.element_type() == ffi::F32) run(static_cast<float*>(new_cache->untyped_data()));
+  else run(static_cast<uint16_t*>(new_cache->untyped_data()));
+  const int64_t used = starts[rows] * heads * dim;
+  std::memset(out->typed_data() + used, 0, (t * heads * dim - used) * sizeof(float));
+  return ffi::Error::Success();
+}
+
+// logits [t, n]; temperature, top_k, top_p, min_p, uniform [t]; rows [1] -> the chosen id of each valid row [t] (0 behind)
+ffi::Error SampleImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature,
+                      ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> min_p,
+                      ffi::Buffer<ffi::F32> uniform, ffi::Buffer<ffi::S32> rows, ffi::Result<ffi::Buffer<ffi::S32>> out) {
+  const int64_t t = logits.dimensions()[0], n = logits.dimensions()[1];
+  const int64_t valid = std::clamp<int64_t>(rows.typed_data()[0], 0, t);
+  ParallelFor(pool, valid, [&](int64_t r) {
+    const RowSampling row{temperature.typed_data()[r], top_k.typed_data()[r], top_p.typed_data()[r], min_p.typed_data()[r],
+                          uniform.typed_data()[r]};
+    out->typed_data()[r] = SampleRow(logits.typed_data() + r * n, n, row);
+  });
+  std::fill(out->typed_data() + valid, out->typed_data() + t, 0);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace sliceserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveLinear, sliceserve::LinearImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveAttention, sliceserve::AttentionImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveSample, sliceserve::SampleImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
