@@ -1,0 +1,116 @@
+"""transformers' tokenizer for a configuration: from a folder, the hub, or a GGUF file (converted once, then cached)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine.backend import BackendError
+from engine.config import ConfigError, EngineConfig
+from engine.gguf_header import read_gguf_header
+from engine.model_files import ModelFiles, locate_model
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_CACHE = Path("~/.cache/sliceserve/tokenizers")
+_CACHE_VERSION = "1"
+
+
+def load_hf_tokenizer(config: EngineConfig) -> Any:
+    """transformers' tokenizer with the chat template that the options ask for.
+
+    Raises:
+        BackendError: no tokenizer there, or it can't be read.
+        ConfigError: the file of option chat_template can't be used.
+    """
+    files = _locate(config.tokenizer or config.model)
+    hf = _from_gguf(files, config) if files.kind == "gguf" else _from_folder(files.path, files.source, config)
+    if config.tokenizer_mode == "slow" and hf.is_fast:
+        logger.warning("tokenizer_mode=slow: transformers 5 has this tokenizer as a fast one only; that one is used")
+    if config.chat_template is not None:
+        hf.chat_template = _read_template(Path(config.chat_template).expanduser(), hf)
+    return hf
+
+
+def _locate(name: str) -> ModelFiles:
+    folder = Path(name).expanduser()
+    if any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return ModelFiles(path=folder, kind="hf", source=name)
+    return locate_model(name, weights=False)
+
+
+def _from_folder(folder: Path, source: str, config: EngineConfig, **kwargs: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, use_fast=config.tokenizer_mode == "auto", trust_remote_code=config.trust_remote_code, **kwargs
+        )
+    except Exception as error:  # anything at all comes out of damaged files and of tokenizers' own code
+        if "trust_remote_code" in str(error):
+            reason = "it runs code of its own; if you trust that, set trust_remote_code=true"
+        else:
+            reason = _first_line(error)
+        raise BackendError(f"the tokenizer of {source} can't be loaded: {reason}") from None
+
+
+def _from_gguf(files: ModelFiles, config: EngineConfig) -> Any:
+    """Converting takes some six seconds for 50,000 tokens, reading the result a third of one."""
+    if "tokenizer.ggml.tokens" not in read_gguf_header(files.path).metadata:
+        raise BackendError(f"{files.path} holds no tokenizer; name one with tokenizer=FOLDER_OR_HUB_ID")
+    cached = _CACHE.expanduser() / _identity(files.path)
+    if cached.is_dir():
+        try:
+            return _from_folder(cached, files.source, config)
+        except BackendError:
+            shutil.rmtree(cached, ignore_errors=True)  # damaged: convert again
+    hf = _from_folder(files.path.parent, files.source, config, gguf_file=files.path.name)
+    _store(hf, cached)
+    return hf
+
+
+def _identity(path: Path) -> str:
+    import transformers
+
+    stat = path.stat()
+    parts = (_CACHE_VERSION, transformers.__version__, str(path.resolve()), str(stat.st_size), str(stat.st_mtime_ns))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _store(hf: Any, folder: Path) -> None:
+    """Renamed into place, since several processes may convert the same file at once. A read-only home is no error."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            finished = Path(scratch) / "tokenizer"
+            hf.save_pretrained(finished)
+            os.rename(finished, folder)
+    except OSError as error:
+        logger.info("the converted tokenizer is not cached: %s", error)
+
+
+def _read_template(path: Path, hf: Any) -> str:
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"chat_template={path} can't be read: {reason}; give a Jinja file") from None
+    try:
+        hf.apply_chat_template([{"role": "user", "content": "Hi"}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template={path}, line {error.lineno}: {error.message}") from None
+    except (TemplateError, TypeError, ValueError):
+        pass  # it compiles, and may want other messages than this
+    return template
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
