@@ -1,0 +1,61 @@
+"""The Serve application: the ingress deployment in front of the engine deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+
+from cluster import ray_compat
+from cluster.engine_server import EngineServer
+from cluster.ingress_server import IngressServer
+from engine.config import EngineConfig
+
+APPLICATION = "sliceserve"
+"""Name of the application where we choose it (`sliceserve serve`)."""
+
+SPARE_CALLS = 64
+"""Calls beyond requests that a replica takes: health, metrics, and requests that are about to be refused."""
+DRAIN_TIMEOUT_S = 120.0
+"""How long a replica that is to stop may finish its requests."""
+CONSTRUCTOR_TRIES = 2
+"""Loading either works, or fails for a reason that another try does not change, or (rarely) the node died meanwhile."""
+
+ENGINE_CPUS = 0.5
+INGRESS_CPUS = 0.1
+"""What placement counts with. Small, so that everything fits a machine with one core; processes use what there is."""
+
+
+def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
+    """Binds the deployments of one application.
+
+    Raises:
+        ConfigError: an option is unknown or wrong; one line.
+    """
+    config = options if isinstance(options, EngineConfig) else EngineConfig.from_args(options)
+    requests = config.max_decode_seqs + config.max_queued_requests
+    engine = serve.deployment(
+        name="Engine",
+        num_replicas=config.data_parallel_size,
+        ray_actor_options={"num_cpus": ENGINE_CPUS},
+        # The engine's own bounded queue decides who is refused; Serve's limits lie beyond it.
+        max_ongoing_requests=requests + SPARE_CALLS,
+        max_queued_requests=SPARE_CALLS,
+        max_constructor_retry_count=CONSTRUCTOR_TRIES,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+    )(EngineServer).bind(config)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=config.num_ingress_replicas,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        max_ongoing_requests=requests + SPARE_CALLS,
+        max_queued_requests=requests,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        max_constructor_retry_count=CONSTRUCTOR_TRIES,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.5,
+    )(ray_compat.late_bound_ingress(IngressServer))
+    return ingress.bind(config, engine)

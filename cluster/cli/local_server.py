@@ -1,0 +1,112 @@
+"""One server on a private Ray: deploy, show progress until it is ready, wait, stop. Imports Ray: import it late."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from cluster import ray_compat
+from cluster.app import APPLICATION, build_app
+from cluster.cli.progress_bars import ProgressDisplay
+from cluster.local_ray import LocalRay, LocalRayError
+from cluster.progress import read_progress
+from engine.config import EngineConfig
+
+POLL_INTERVAL_S = 0.2
+STILL_DEADLINE_S = 900.0
+"""Longest time without any progress before start-up is given up."""
+
+
+class StartUpError(RuntimeError):
+    """The server can't start. The message is one line for the user."""
+
+
+def serve_until_stopped(
+    config: EngineConfig, *, host: str, port: int, dashboard_port: int | None, folder: Path, output: TextIO
+) -> int:
+    """The server's whole life. Returns the exit code."""
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    ray: LocalRay | None = None
+    try:
+        ray = LocalRay(folder, dashboard_port=dashboard_port)
+        _stop_on_signals(stop)  # Ray has put handlers of its own
+        _start_application(config, host, port, stop, output)
+        if not stop.is_set():
+            print(f"ready at {_url(host, port)} (Ctrl-C stops it)", file=output, flush=True)
+            _wait(stop)
+    except (StartUpError, LocalRayError) as error:
+        print(f"error: {error}", file=output, flush=True)
+        return 1
+    finally:
+        if ray is not None:
+            print("stopping …", file=output, flush=True)
+            ray.stop()
+    return 0
+
+
+def _start_application(config: EngineConfig, host: str, port: int, stop: threading.Event, output: TextIO) -> None:
+    """Deploys and waits, showing progress.
+
+    Raises:
+        StartUpError: loading failed, or nothing moved for too long.
+    """
+    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
+    ray_compat.deploy(build_app(config), name=APPLICATION)
+    deadline = time.monotonic() + STILL_DEADLINE_S
+    seen = None
+    with ProgressDisplay(output) as display:
+        while not stop.wait(POLL_INTERVAL_S):
+            records = read_progress(APPLICATION)
+            if records != seen:
+                seen, deadline = records, time.monotonic() + STILL_DEADLINE_S
+            for record in records:
+                if record.error is not None:
+                    raise StartUpError(record.error)
+                display.show(record)
+            if _is_running():
+                return
+            if time.monotonic() > deadline:
+                raise StartUpError(f"nothing moved for {STILL_DEADLINE_S:.0f} s while starting; giving up")
+
+
+def _is_running() -> bool:
+    """Whether the application serves.
+
+    Raises:
+        StartUpError: Serve has given up on it.
+    """
+    application = serve.status().applications.get(APPLICATION)
+    if application is None:
+        return False
+    if application.status == "DEPLOY_FAILED":
+        raise StartUpError(f"deployment failed: {_last_line(application.message)}")
+    return bool(application.status == "RUNNING")
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+
+def _wait(stop: threading.Event) -> None:
+    while not stop.wait(3600):
+        pass
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{port}"
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1].strip()

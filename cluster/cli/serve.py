@@ -1,0 +1,47 @@
+"""`sliceserve serve`: a server on this machine, from nothing to "ready", and back to nothing at Ctrl-C."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from cluster.ray_environment import port_problem, set_environment
+from engine.config import EngineConfig
+
+
+def run(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    haproxy: bool = False,
+    dashboard_port: int | None = None,
+    output: TextIO = sys.stderr,
+) -> int:
+    """Serves until SIGINT or SIGTERM. Returns the exit code: 0 after a stop that was asked for, 1 if it can't serve.
+
+    Call it in a process that has not imported Ray.
+
+    Args:
+        haproxy: HTTP goes through HAProxy (faster, but on every interface) instead of Serve's Python proxy.
+        dashboard_port: also start Ray's dashboard there.
+    """
+    problem = port_problem(host, port)
+    if problem is not None:
+        print(f"error: {problem}", file=output)
+        return 1
+    print(f"starting {config.model_name} …", file=output, flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="sliceserve-"))
+    try:
+        set_environment(folder, haproxy=haproxy)
+        # Ray reads its environment when it is imported.
+        from cluster.cli.local_server import serve_until_stopped
+
+        return serve_until_stopped(
+            config, host=host, port=port, dashboard_port=dashboard_port, folder=folder, output=output
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,96 @@
+"""The wire form of what engine steps yield: one msgpack array of rows per step and ingress.
+
+A row is `(stream, token ids, cached tokens)`, followed by the rarer fields only when one is set: a step of 64 decoding
+requests is 64 short rows, about 500 bytes. msgpack delimits itself, so a connection is just one object after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+
+from engine.request import FinishReason, RequestOutput, TokenLogprobs
+
+MAX_FRAME_BYTES = 64 << 20
+"""Prompt logprobs of a long prompt are the largest thing in a frame: about 1 KiB per token."""
+
+Row = tuple[Any, ...]
+
+
+def to_row(stream: int, output: RequestOutput) -> Row:
+    """The row of one output; `stream` is the number that the ingress gave the request."""
+    short = (stream, output.token_ids, output.num_cached_tokens)
+    rare = (output.finish_reason, output.stop_token_id, output.error, output.logprobs, output.prompt_logprobs)
+    if rare == (None, None, None, None, None):
+        return short
+    return (
+        *short,
+        None if output.finish_reason is None else output.finish_reason.value,
+        output.stop_token_id,
+        output.error,
+        _pack_logprobs(output.logprobs),
+        _pack_logprobs(output.prompt_logprobs),
+    )
+
+
+def from_row(request_id: str, row: Row) -> RequestOutput:
+    """The output that `to_row` was given."""
+    if len(row) == 3:
+        return RequestOutput(request_id=request_id, token_ids=row[1], num_cached_tokens=row[2])
+    _, token_ids, cached, reason, stop_token_id, error, logprobs, prompt_logprobs = row
+    return RequestOutput(
+        request_id=request_id,
+        token_ids=token_ids,
+        num_cached_tokens=cached,
+        finish_reason=None if reason is None else FinishReason(reason),
+        stop_token_id=stop_token_id,
+        error=error,
+        logprobs=_unpack_logprobs(logprobs),
+        prompt_logprobs=_unpack_logprobs(prompt_logprobs),
+    )
+
+
+def encode(rows: Iterable[Row]) -> bytes:
+    return bytes(msgpack.packb(list(rows), use_bin_type=True))
+
+
+def encode_secret(secret: str) -> bytes:
+    """What a connection starts with."""
+    return bytes(msgpack.packb(secret))
+
+
+def new_decoder() -> msgpack.Unpacker:
+    """Feed it bytes as they arrive and iterate over the complete objects."""
+    return msgpack.Unpacker(use_list=False, raw=False, max_buffer_size=MAX_FRAME_BYTES)
+
+
+def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One output in place of consecutive ones of the same request."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    logprobs = [entry for output in outputs if output.logprobs for entry in output.logprobs]
+    prompt_logprobs = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    return replace(
+        last,
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(logprobs) or last.logprobs,
+        prompt_logprobs=prompt_logprobs[0] if prompt_logprobs else None,
+    )
+
+
+def _pack_logprobs(entries: tuple[TokenLogprobs | None, ...] | None) -> list[Any] | None:
+    if entries is None:
+        return None
+    return [None if entry is None else (entry.token_id, entry.logprob, entry.top) for entry in entries]
+
+
+def _unpack_logprobs(entries: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    if entries is None:
+        return None
+    return tuple(
+        None if entry is None else TokenLogprobs(token_id=entry[0], logprob=entry[1], top=entry[2]) for entry in entries
+    )

@@ -1,0 +1,71 @@
+"""IngressServer: the Serve deployment around the HTTP application. No accelerator, any number of replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from engine.text.tokenizer import load_tokenizer
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.ingress.app import build_api
+from cluster.metrics_text import IngressReport, ReplicaLabels
+from cluster.ray_client import RayEngineClient
+from engine.config import EngineConfig
+
+
+class IngressServer:
+    """What Serve runs; `cluster.app` makes it an ingress deployment."""
+
+    def __init__(self, config: EngineConfig, engine: DeploymentHandle[Any]) -> None:
+        context = serve.get_replica_context()
+        replica = context.replica_id.unique_id
+        self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)
+        self._config = config
+        siblings = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._client = RayEngineClient(engine, siblings)
+        self._tokenizer = load_tokenizer(config)
+        self._counts = ResponseCounts()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Serve once the constructor is done."""
+        api = build_api(self._config, self._client, self._tokenizer, replica=self._labels.replica)
+        return self._counts.around(api)
+
+    async def report(self) -> IngressReport:
+        return IngressReport(
+            labels=self._labels, responses=dict(self._counts.responses), open_requests=self._counts.open_requests
+        )
+
+
+class ResponseCounts:
+    """Counts HTTP responses by route and status code."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, str]] = Counter()
+        self.open_requests = 0
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            status = "none"  # the client went away before there was a response
+
+            async def watched(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = str(message["status"])
+                await send(message)
+
+            self.open_requests += 1
+            try:
+                await app(scope, receive, watched)
+            finally:
+                self.open_requests -= 1
+                route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: clients choose it
+                self.responses[(route, status)] += 1
+
+        return counted

@@ -1,0 +1,80 @@
+"""A Ray of our own on this machine, started and stopped with the server that needs it.
+
+It must come up beside any other Ray (explicit local address, its own folder and ports, its own access token), whatever
+an earlier one left behind, and be gone when the server stops: also the HAProxy, which Ray itself can leave orphaned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import ray
+from ray import serve
+
+from cluster import ray_compat
+
+SERVE_SHUTDOWN_TIMEOUT_S = 8.0
+KILL_AFTER_S = 2.0
+
+
+class LocalRayError(RuntimeError):
+    """Ray does not start. The message is one line for the user."""
+
+
+class LocalRay:
+    """Starts on construction, in an environment that `ray_environment` has set; `stop` leaves no process behind."""
+
+    def __init__(self, folder: Path, *, dashboard_port: int | None = None) -> None:
+        """All files go under `folder`.
+
+        Raises:
+            LocalRayError: Ray does not start.
+        """
+        logs = folder / "session_latest" / "logs"
+        try:
+            ray_compat.init_private(
+                str(folder),
+                include_dashboard=dashboard_port is not None,
+                dashboard_port=dashboard_port,
+                num_cpus=max(2, os.cpu_count() or 1),
+                namespace="serve",
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LocalRayError(f"Ray does not start: {reason} (its logs are in {logs})") from error
+        self._children = _descendants()
+
+    def stop(self) -> None:
+        """Ends Serve gracefully within a deadline, then Ray, then whatever is still alive."""
+        self._children |= _descendants()
+        graceful = threading.Thread(target=_shut_down_serve, daemon=True)
+        graceful.start()
+        graceful.join(SERVE_SHUTDOWN_TIMEOUT_S)
+        self._children |= _descendants()
+        ray.shutdown()  # type: ignore[no-untyped-call]
+        _kill(self._children)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _shut_down_serve() -> None:
+    with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
+        serve.shutdown()
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """Ends the processes that are still ours (psutil compares start times, so a reused id is left alone)."""
+    _, alive = psutil.wait_procs(list(processes), timeout=KILL_AFTER_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=KILL_AFTER_S)

@@ -1,0 +1,227 @@
+"""Tokens from engines to an ingress, outside of Serve's request path.
+
+An ingress listens (`Mailbox`); an engine connects to it on the first request it gets from there (`Outbox`) and then
+writes one frame per engine step with the new tokens of all requests of that ingress. TCP keeps the order and loses
+nothing; nothing waits for a timer, and what piles up while the socket is full leaves as one frame. Serve's request path
+carries requests, cancellation and failures, which it is made for; a token through it costs 20 times as much
+(docs/architecture.md has the measurements). A connection starts with a secret that the ingress hands out with each
+request, and frames hold numbers and strings only, so that a stranger can inject nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from cluster import frames
+from engine.request import RequestOutput
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MailboxAddress:
+    """Where an ingress takes tokens. Travels with every request."""
+
+    host: str
+    port: int
+    secret: str
+
+
+class Inbox:
+    """What has arrived for one request and is not read yet. Two or more outputs are read as one."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._pending: list[RequestOutput] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._pending.append(output)
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends a `wait` early."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> RequestOutput | None:
+        if not self._pending:
+            return None
+        outputs, self._pending = self._pending, []
+        return frames.merge(outputs)
+
+    async def wait(self) -> None:
+        """Returns at the next `put` or `wake`, or at once when something is there."""
+        if not self._pending:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+
+class Mailbox:
+    """The receiving end: one per ingress process."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)
+        self._inboxes: dict[int, Inbox] = {}
+        self._next_stream = 0
+        self._server: asyncio.Server | None = None
+        self.address: MailboxAddress | None = None
+
+    async def start(self, host: str) -> MailboxAddress:
+        """Listens on a free port of `host`."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Receiver(self), host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = MailboxAddress(host=host, port=port, secret=self._secret)
+        return self.address
+
+    def open(self, request_id: str) -> tuple[int, Inbox]:
+        """Makes the inbox of a request; its stream number goes with the request."""
+        self._next_stream += 1
+        inbox = self._inboxes[self._next_stream] = Inbox(request_id)
+        return self._next_stream, inbox
+
+    def discard(self, stream: int) -> None:
+        """Forgets a request; what still arrives for it is dropped."""
+        self._inboxes.pop(stream, None)
+
+    def accepts(self, secret: object) -> bool:
+        return isinstance(secret, str) and hmac.compare_digest(secret, self._secret)
+
+    def deliver(self, rows: tuple[frames.Row, ...]) -> None:
+        inboxes = self._inboxes
+        for row in rows:
+            inbox = inboxes.get(row[0])
+            if inbox is not None:
+                inbox.put(frames.from_row(inbox.request_id, row))
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class _Receiver(asyncio.Protocol):
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._decoder = frames.new_decoder()
+        self._trusted = False
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._decoder.feed(data)
+            for message in self._decoder:
+                if self._trusted:
+                    self._mailbox.deliver(message)
+                elif self._mailbox.accepts(message):
+                    self._trusted = True
+                else:
+                    raise ValueError("wrong secret")
+        except ValueError:  # not one of our engines
+            if self._transport is not None:
+                self._transport.close()
+
+
+class Connection(asyncio.Protocol):
+    """An engine's end of the line to one ingress."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._paused = False
+        self._backlog: dict[int, list[RequestOutput]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def introduce(self, secret: str) -> None:
+        self._write(frames.encode_secret(secret))
+
+    def post(self, outputs: list[tuple[int, RequestOutput]]) -> None:
+        """Sends one step's outputs, or keeps them for the next frame while the socket is full."""
+        if not self._paused:
+            self._write(frames.encode(frames.to_row(stream, output) for stream, output in outputs))
+            return
+        for stream, output in outputs:
+            self._backlog.setdefault(stream, []).append(output)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        backlog, self._backlog = self._backlog, {}
+        if backlog:
+            self.post([(stream, frames.merge(outputs)) for stream, outputs in backlog.items()])
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._transport = None
+        self._backlog.clear()
+        self._on_lost()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+
+class Outbox:
+    """The sending end: one per engine server, with a connection per ingress."""
+
+    def __init__(self, on_lost: Callable[[Connection], None]) -> None:
+        """`on_lost` hears of each connection that ended, with all requests on it."""
+        self._on_lost = on_lost
+        self._connections: dict[MailboxAddress, asyncio.Task[Connection]] = {}
+
+    async def connect(self, address: MailboxAddress) -> Connection:
+        """The connection to an ingress, made at the first call.
+
+        Raises:
+            OSError, TimeoutError: the ingress can't be reached.
+        """
+        task = self._connections.get(address)
+        if task is None:
+            task = self._connections[address] = asyncio.create_task(self._open(address))
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            if task.done() and self._connections.get(address) is task:
+                del self._connections[address]
+            raise
+
+    async def _open(self, address: MailboxAddress) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection: Connection
+
+        def lost() -> None:
+            self._connections.pop(address, None)
+            self._on_lost(connection)
+
+        connection = Connection(lost)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await loop.create_connection(lambda: connection, address.host, address.port)
+        connection.introduce(address.secret)
+        return connection
+
+    def close(self) -> None:
+        for task in self._connections.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()

@@ -1,0 +1,112 @@
+"""The whole application's metrics in Prometheus text format.
+
+Engine metrics that vLLM has too carry its names (`vllm:num_requests_running`, ...), so that existing dashboards and
+alerts work; everything else begins with `sliceserve_`. Each series is labelled with model, application and replica;
+sums over replicas are the reader's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.metrics import DEFINITIONS, HistogramSnapshot, MetricDefinition, MetricsSnapshot
+
+OWN_METRICS = frozenset({"compilations_after_warmup"})
+"""Engine metrics that vLLM does not have."""
+
+LABELS = ("model_name", "application", "replica")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaLabels:
+    model_name: str
+    application: str
+    replica: str
+
+    def values(self) -> tuple[str, str, str]:
+        return (self.model_name, self.application, self.replica)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineReport:
+    """The metrics of one engine server."""
+
+    labels: ReplicaLabels
+    metrics: MetricsSnapshot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IngressReport:
+    """The metrics of one ingress."""
+
+    labels: ReplicaLabels
+    responses: Mapping[tuple[str, str], int]  # (route, status code) -> HTTP responses
+    open_requests: int
+
+
+def render(engines: Sequence[EngineReport], ingresses: Sequence[IngressReport]) -> bytes:
+    """Prometheus text of all replicas."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Reports(engines, ingresses))
+    return generate_latest(registry)
+
+
+def exported_name(definition: MetricDefinition) -> str:
+    prefix = "sliceserve_" if definition.name in OWN_METRICS else "vllm:"
+    return prefix + definition.name
+
+
+def cumulative(definition: MetricDefinition, histogram: HistogramSnapshot) -> list[tuple[str, float]]:
+    """A histogram's buckets as Prometheus wants them: (upper bound, observations up to it)."""
+    bounds = [*(str(bound) for bound in definition.buckets), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))
+
+
+class _Reports(Collector):
+    def __init__(self, engines: Sequence[EngineReport], ingresses: Sequence[IngressReport]) -> None:
+        self._engines = engines
+        self._ingresses = ingresses
+
+    def collect(self) -> Iterator[Metric]:
+        for definition in DEFINITIONS:
+            yield _engine_family(definition, self._engines)
+        yield from _ingress_families(self._ingresses)
+
+
+def _engine_family(definition: MetricDefinition, reports: Iterable[EngineReport]) -> Metric:
+    name, text = exported_name(definition), definition.help
+    if definition.kind == "histogram":
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        for report in reports:
+            histogram = report.metrics.histograms[definition.name]
+            family.add_metric(report.labels.values(), cumulative(definition, histogram), histogram.sum)
+        return family
+    if definition.label is not None:
+        split = CounterMetricFamily(name, text, labels=(*LABELS, definition.label))
+        for report in reports:
+            for value, count in report.metrics.labelled[definition.name].items():
+                split.add_metric((*report.labels.values(), value), count)
+        return split
+    plain = (CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily)(name, text, labels=LABELS)
+    for report in reports:
+        plain.add_metric(report.labels.values(), report.metrics.values[definition.name])
+    return plain
+
+
+def _ingress_families(reports: Iterable[IngressReport]) -> Iterator[Metric]:
+    responses = CounterMetricFamily(
+        "sliceserve_http_responses", "HTTP responses by route and status code.", labels=(*LABELS, "route", "code")
+    )
+    opened = GaugeMetricFamily("sliceserve_http_requests_open", "HTTP requests being answered.", labels=LABELS)
+    for report in reports:
+        opened.add_metric(report.labels.values(), report.open_requests)
+        for (route, code), count in report.responses.items():
+            responses.add_metric((*report.labels.values(), route, code), count)
+    yield responses
+    yield opened

@@ -1,0 +1,78 @@
+"""Every underscore, alpha or developer API of Ray that SliceServe uses: an upgrade of Ray is checked in one place.
+
+tests/cluster/test_ray_compat.py is the contract: it fails when a new Ray changes any of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.util
+from ray import serve
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+KV_NAMESPACE = "sliceserve"
+
+UNAVAILABLE_ERRORS = (RayError, DeploymentUnavailableError, RequestCancelledError)
+"""What a handle call raises when its replica is gone, going, or not there yet."""
+
+OVERLOADED_ERRORS = (BackPressureError,)
+"""What a handle call raises when Serve itself has queued too much."""
+
+
+def by_reference(handle: DeploymentHandle[Any], method: str) -> Any:
+    """A handle to `method` that never takes Serve's gRPC path, which leaks object references and refuses 4 MiB."""
+    return handle.options(method_name=method, _by_reference=True)
+
+
+def late_bound_ingress(cls: type) -> type:
+    """Makes `cls` a Serve ingress whose ASGI app comes from its method `__serve_build_asgi_app__`, in the replica."""
+    decorate: Callable[[type], type] = serve.ingress(None)
+    return decorate(cls)
+
+
+def node_ip() -> str:
+    """This node's address as other nodes of the cluster reach it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def kv_put(key: str, value: bytes) -> None:
+    """Writes to the cluster's key-value store: no actor needed, readable before any replica runs."""
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=KV_NAMESPACE)
+
+
+def kv_get(key: str) -> bytes | None:
+    value: bytes | None = internal_kv._internal_kv_get(key, namespace=KV_NAMESPACE)
+    return value
+
+
+def kv_keys(prefix: str) -> list[str]:
+    return [key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=KV_NAMESPACE)]
+
+
+def kv_delete(key: str) -> None:
+    internal_kv._internal_kv_del(key, namespace=KV_NAMESPACE)
+
+
+def init_private(temp_dir: str, **options: Any) -> None:
+    """Starts a Ray of our own that ignores any other on this machine, with its files under `temp_dir`."""
+    ray.init(address="local", _temp_dir=temp_dir, include_dashboard=options.pop("include_dashboard", False), **options)
+
+
+def is_ray_worker() -> bool:
+    """Whether this process was started by a Ray cluster (as opposed to a driver that has not connected yet)."""
+    return bool(ray.is_initialized())
+
+
+def deploy(app: serve.Application, *, name: str, route_prefix: str = "/") -> None:
+    """Submits an application and returns without waiting for its replicas."""
+    serve.run_many(
+        [serve.RunTarget(target=app, name=name, route_prefix=route_prefix)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )

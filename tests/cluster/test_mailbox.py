@@ -1,0 +1,161 @@
+"""Tokens from an engine to an ingress: in order, complete, merged only when piled up, and from friends only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import uvloop
+
+from cluster import frames
+from cluster.mailbox import Connection, Inbox, Mailbox, MailboxAddress, Outbox
+from engine.request import FinishReason, RequestOutput, TokenLogprobs
+
+LOGPROBS = (TokenLogprobs(token_id=7, logprob=-0.5, top=((7, -0.5), (9, -1.25))),)
+FULL = RequestOutput(
+    request_id="r",
+    token_ids=(7,),
+    logprobs=LOGPROBS,
+    prompt_logprobs=(None, *LOGPROBS),
+    finish_reason=FinishReason.STOP,
+    stop_token_id=7,
+    num_cached_tokens=32,
+    error=None,
+)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """Serve's replicas run uvloop."""
+    return uvloop.EventLoopPolicy() if request.param == "uvloop" else asyncio.DefaultEventLoopPolicy()
+
+
+def tokens(*ids: int, reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(request_id="r", token_ids=ids, finish_reason=reason)
+
+
+@pytest.fixture
+async def line():
+    """A mailbox, an outbox, and the connections that the outbox lost."""
+    lost: list[Connection] = []
+    mailbox, outbox = Mailbox(), Outbox(lost.append)
+    await mailbox.start("127.0.0.1")
+    yield mailbox, outbox, lost
+    outbox.close()
+    mailbox.close()
+
+
+async def read(inbox: Inbox) -> RequestOutput:
+    async with asyncio.timeout(5):
+        await inbox.wait()
+    output = inbox.take()
+    assert output is not None
+    return output
+
+
+@pytest.mark.parametrize("output", [tokens(1), tokens(1, 2, reason=FinishReason.LENGTH), FULL])
+def test_a_row_restores_the_output_that_it_was_made_of(output: RequestOutput) -> None:
+    decoder = frames.new_decoder()
+    decoder.feed(frames.encode([frames.to_row(5, output)]))
+    [[row]] = decoder
+    assert row[0] == 5
+    assert frames.from_row("r", row) == output
+
+
+def test_a_merged_output_has_everything_once_and_in_order() -> None:
+    first = replace(FULL, finish_reason=None, stop_token_id=None)
+    last = replace(FULL, token_ids=(8, 9), prompt_logprobs=None)
+    merged = frames.merge([first, last])
+    assert merged.token_ids == (7, 8, 9)
+    assert merged.logprobs == LOGPROBS * 2
+    assert merged.prompt_logprobs == FULL.prompt_logprobs
+    assert merged.finish_reason is FinishReason.STOP
+
+
+async def test_tokens_arrive_in_their_requests_inbox_in_order(line) -> None:
+    mailbox, outbox, _ = line
+    (one, inbox_one), (two, inbox_two) = mailbox.open("one"), mailbox.open("two")
+    connection = await outbox.connect(mailbox.address)
+    connection.post([(one, tokens(1)), (two, tokens(10))])
+    assert (await read(inbox_one)).token_ids == (1,)
+    for token in range(2, 500):
+        connection.post([(one, tokens(token))])
+    received: list[int] = []
+    while len(received) < 498:
+        output = await read(inbox_one)
+        assert output.request_id == "one"
+        received += output.token_ids
+    assert received == list(range(2, 500))
+    assert (await read(inbox_two)).token_ids == (10,)
+
+
+async def test_what_piles_up_behind_a_full_socket_leaves_as_one_frame(line) -> None:
+    mailbox, outbox, _ = line
+    stream, inbox = mailbox.open("one")
+    connection = await outbox.connect(mailbox.address)
+    connection.pause_writing()  # what asyncio calls when the socket is full
+    for token in range(100):
+        connection.post([(stream, tokens(token))])
+    connection.resume_writing()
+    assert (await read(inbox)).token_ids == tuple(range(100))
+
+
+async def test_requests_to_one_ingress_share_a_connection(line) -> None:
+    mailbox, outbox, _ = line
+    first, second = await asyncio.gather(outbox.connect(mailbox.address), outbox.connect(mailbox.address))
+    assert first is second
+
+
+async def test_tokens_for_a_request_that_is_gone_are_dropped(line) -> None:
+    mailbox, outbox, _ = line
+    gone, _ = mailbox.open("gone")
+    here, inbox = mailbox.open("here")
+    mailbox.discard(gone)
+    connection = await outbox.connect(mailbox.address)
+    connection.post([(gone, tokens(1)), (here, tokens(2))])
+    assert (await read(inbox)).token_ids == (2,)
+
+
+async def test_a_stranger_without_the_secret_delivers_nothing_and_is_cut_off(line) -> None:
+    mailbox, outbox, lost = line
+    stream, inbox = mailbox.open("one")
+    address = MailboxAddress(host=mailbox.address.host, port=mailbox.address.port, secret="guessed")
+    connection = await outbox.connect(address)
+    connection.post([(stream, tokens(1))])
+    async with asyncio.timeout(5):
+        while not lost:
+            await asyncio.sleep(0.01)
+    assert lost == [connection]
+    assert inbox.take() is None
+
+
+async def test_garbage_on_the_port_does_no_harm(line) -> None:
+    mailbox, outbox, _ = line
+    _, writer = await asyncio.open_connection(mailbox.address.host, mailbox.address.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n\xc1\xff")
+    await writer.drain()
+    writer.close()
+    stream, inbox = mailbox.open("one")
+    connection = await outbox.connect(mailbox.address)
+    connection.post([(stream, tokens(1))])
+    assert (await read(inbox)).token_ids == (1,)
+
+
+async def test_an_ingress_that_is_gone_is_noticed_and_can_be_connected_to_again(line) -> None:
+    mailbox, outbox, lost = line
+    connection = await outbox.connect(mailbox.address)
+    connection.close()
+    async with asyncio.timeout(5):
+        while not lost:
+            await asyncio.sleep(0.01)
+    assert lost == [connection]
+    assert await outbox.connect(mailbox.address) is not connection
+
+
+async def test_an_unreachable_ingress_is_an_error_and_not_remembered(line) -> None:
+    mailbox, outbox, _ = line
+    mailbox.close()
+    for _ in range(2):
+        with pytest.raises(OSError):
+            await outbox.connect(mailbox.address)
