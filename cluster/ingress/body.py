@@ -1,0 +1,108 @@
+"""Reading a request's body: bounded, strictly JSON, validated by a protocol model, every refusal naming a field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from cluster.ingress.errors import ApiError, invalid
+
+MAX_BODY_BYTES = 16 << 20
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises:
+        ApiError: 413 when it is larger than MAX_BODY_BYTES, 400 when it is not a JSON object in valid Unicode.
+    """
+    return parse_json(await _read(request))
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ApiError("the body is not usable JSON: nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError('the body must be a JSON object, as in {"messages": [...]}', code="invalid_json")
+    if b"\\u" in raw:
+        for path, text in _strings(body, ""):
+            _refuse_surrogates(path, text)
+    return body
+
+
+def validate(model: type[Model], body: dict[str, Any]) -> Model:
+    """`body` as a `model`.
+
+    Raises:
+        ApiError: 400 naming the first wrong or unknown field.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise invalid(_path(first["loc"]), _reason(first["type"], first["msg"])) from None
+
+
+async def _read(request: Request) -> bytes:
+    too_large = ApiError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every string of a parsed body, keys included, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield path, key
+            yield from _strings(item, f"{path}.{key}" if path else key)
+
+
+def _refuse_surrogates(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(path or None, "holds half of a surrogate pair, which is not valid Unicode") from None
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """("messages", 0, "content") as messages[0].content."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or None
+
+
+def _reason(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "unknown parameter"
+    if kind == "missing":
+        return "required parameter is missing"
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be").replace("\n", " ")
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,139 @@
+"""The OpenAI protocol: from a validated request to a Job, and from the Job's deltas to one document or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from engine.text.tokenizer import Tokenizer
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive
+
+from cluster.client import EngineClient
+from cluster.ingress.choice import Delta
+from cluster.ingress.disconnect import unless_disconnected
+from cluster.ingress.errors import ApiError
+from cluster.ingress.generation import Runner, collect
+from cluster.ingress.plan import Job, Prompt, TextOptions, new_id, plan_choices, resolve_max_tokens
+from cluster.ingress.prompts import PromptReader
+from cluster.ingress.protocol.base import CompletionFields
+from cluster.ingress.protocol.chat import ChatRequest
+from cluster.ingress.protocol.completion import CompletionRequest
+from cluster.ingress.sampling import Limits, sampling_params
+from cluster.ingress.seeds import SeedSource
+from cluster.ingress.sse import ChunkWriter, EventStream, event_stream
+from cluster.ingress.style import CHAT, COMPLETION, Style, document
+from engine.config import EngineConfig
+
+
+class Service:
+    """Answers requests with one engine client and one tokenizer. Holds no request's state."""
+
+    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, replica: str = "") -> None:
+        self.client = client
+        self.model_name = config.model_name
+        self._timeout_s = config.request_timeout_s
+        self._tokenizer = tokenizer
+        self._runner = Runner(client=client, tokenizer=tokenizer)
+        self.prompts = PromptReader(tokenizer)
+        self.seeds = SeedSource(config.seed, replica)
+
+    async def limits(self) -> Limits:
+        return Limits(info=await self.client.info(), tokenizer=self._tokenizer)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) unless `name` is the served model or empty."""
+        if name and name != self.model_name:
+            message = f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    async def chat_job(self, request: ChatRequest) -> Job:
+        self.check_model(request.model)
+        limits = await self.limits()
+        prompt = await self.prompts.read_chat(request, limits)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._job(request, CHAT, [prompt], request.output_limit, logprobs, limits, TextOptions())
+
+    async def completion_job(self, request: CompletionRequest) -> Job:
+        self.check_model(request.model)
+        limits = await self.limits()
+        prompts = await self.prompts.read_completion(request, limits)
+        scores_only = request.max_tokens == 0
+        text = TextOptions(echo=request.echo, scores_only=scores_only)
+        max_tokens = max(request.max_tokens, 1)
+        if "max_tokens" not in request.model_fields_set:
+            max_tokens = min(max_tokens, *(limits.max_model_len - len(p.token_ids) for p in prompts))
+        return self._job(request, COMPLETION, prompts, max_tokens, request.logprobs, limits, text)
+
+    def _job(
+        self,
+        request: CompletionFields,
+        style: Style,
+        prompts: list[Prompt],
+        max_tokens: int | None,
+        logprobs: int | None,
+        limits: Limits,
+        text: TextOptions,
+    ) -> Job:
+        seed = self.seeds.resolve(request.seed)
+        scored_prompt = request.prompt_logprobs
+        if text.echo and logprobs is not None:
+            scored_prompt = max(logprobs, scored_prompt or 0)
+        sampling = sampling_params(
+            request,
+            limits,
+            max_tokens=resolve_max_tokens(max_tokens, len(prompts[0].token_ids), limits),
+            seed=seed,
+            logprobs=logprobs,
+            prompt_logprobs=scored_prompt,
+        )
+        samplings = [
+            replace(sampling, max_tokens=resolve_max_tokens(max_tokens, len(p.token_ids), limits)) for p in prompts
+        ]
+        job_id = new_id(style.id_prefix)
+        options = request.stream_options
+        return Job(
+            id=job_id,
+            model=self.model_name,
+            choices=plan_choices(job_id, prompts, samplings, request.n, request.cache_salt, limits),
+            choices_per_prompt=request.n,
+            text=replace(
+                text,
+                stop=tuple(request.stop),
+                include_stop=request.include_stop_str_in_output,
+                skip_special_tokens=request.skip_special_tokens,
+            ),
+            prompt_logprobs=request.prompt_logprobs,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+        )
+
+    async def complete(self, job: Job, style: Style) -> dict[str, Any]:
+        """The whole answer."""
+        async with asyncio.timeout(self._timeout_s), aclosing(self._runner.run(job)) as deltas:
+            answers, usage = await collect(deltas, job)
+        return document(job, style, self._tokenizer, answers, usage)
+
+    async def respond(self, receive: Receive, job: Job, style: Style, *, stream: bool) -> Response:
+        """The answer as one document or as server-sent events.
+
+        Errors before the first token are raised, so that they get their status.
+        """
+        headers = {"X-Request-Id": job.id}
+        if not stream:
+            return JSONResponse(await unless_disconnected(receive, self.complete(job, style)), headers=headers)
+        deltas = self._runner.run(job)
+        try:
+            first = await unless_disconnected(receive, self._first(deltas))
+        except BaseException:
+            await deltas.aclose()
+            raise
+        writer = ChunkWriter(job, style, self._tokenizer)
+        return EventStream(event_stream(first, deltas, writer), headers, self._timeout_s)
+
+    async def _first(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
+        async with asyncio.timeout(self._timeout_s):
+            return await anext(deltas)

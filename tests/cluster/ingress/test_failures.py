@@ -1,0 +1,134 @@
+"""What clients see, and what the engine is told, when things go wrong: overload, failure, timeouts, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+
+from backends.mock import MockBackend
+from engine.backend import BackendError, PendingStep
+from engine.batch import StepBatch
+from engine.config import EngineConfig
+from tests.cluster.ingress.local_client import LocalServer, local_server
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+class BreakingBackend(MockBackend):
+    """Works until told to break."""
+
+    broken = False
+
+    def dispatch(self, batch: StepBatch) -> PendingStep:
+        if self.broken:
+            raise BackendError("the device is gone")
+        return super().dispatch(batch)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(server: LocalServer) -> int:
+    values = server.client.core.metrics().values
+    return int(values["num_requests_running"] + values["num_requests_waiting"])
+
+
+@pytest.fixture
+def slow() -> Iterator[LocalServer]:
+    with local_server(mock_step_ms=20, max_decode_seqs=2, max_queued_requests=1) as server:
+        yield server
+
+
+def test_a_client_that_leaves_a_stream_aborts_it(slow: LocalServer) -> None:
+    with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 2}) as response:
+        next(response.iter_bytes())
+        assert running(slow) == 2
+    until(lambda: running(slow) == 0, 2)
+    assert len(slow.client.aborted) == 2
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/generate", {"instances": [{"prompt": "a", "max_tokens": 5000}, {"prompt": "b", "max_tokens": 5000}]}),
+    ],
+)
+def test_a_client_that_stops_waiting_for_a_document_aborts_it(slow: LocalServer, route: str, body: object) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(slow.url + route, json=body, timeout=0.3)
+    until(lambda: running(slow) == 0, 2)
+    assert slow.client.aborted
+
+
+def test_a_client_that_leaves_the_queue_frees_its_place(slow: LocalServer) -> None:
+    with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 2}) as response:
+        next(response.iter_bytes())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True}, timeout=0.3)
+        until(lambda: running(slow) == 2, 2)
+
+
+def test_overload_is_a_429_that_says_when_to_come_back(slow: LocalServer) -> None:
+    with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 3}) as response:
+        next(response.iter_bytes())
+        for stream in (False, True):
+            refused = httpx.post(f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": stream})
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "2"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="", **CHAT)
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
+    with local_server(mock_step_ms=20, request_timeout_s=0.4) as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+        assert answer.status_code in (500, 504)
+        assert "request_timeout_s" in answer.json()["error"]["message"]
+        events = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "stream": True}).text.split("\n\n")
+        assert "request_timeout_s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        until(lambda: running(server) == 0)
+
+
+def test_an_engine_that_breaks_ends_streams_with_an_error_event_and_then_answers_503() -> None:
+    config = EngineConfig.from_args({"backend": "mock", "mock_step_ms": 10})
+    backend = BreakingBackend(config)
+    with local_server(backend=backend, mock_step_ms=10) as server:
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=10) as response:
+            lines = response.iter_lines()
+            next(lines)
+            backend.broken = True
+            last = [line for line in lines if line][-1]
+        assert "the device is gone" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        for stream in (False, True):
+            refused = httpx.post(url, json={**CHAT, "stream": stream})
+            assert refused.status_code == 503
+            assert "the device is gone" in refused.json()["error"]["message"]
+        for probe in ("/health", "/ping"):
+            unhealthy = httpx.get(server.url + probe)
+            assert unhealthy.status_code == 503
+            assert "the device is gone" in unhealthy.json()["error"]["message"]
+
+
+def test_the_openai_client_raises_on_an_error_event() -> None:
+    config = EngineConfig.from_args({"backend": "mock", "mock_step_ms": 10})
+    backend = BreakingBackend(config)
+    with local_server(backend=backend, mock_step_ms=10) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = client.chat.completions.create(model="", **CHAT, stream=True)
+        next(stream)
+        backend.broken = True
+        with pytest.raises(openai.APIError, match="the device is gone"):
+            list(stream)
