@@ -49,9 +49,18 @@ def sample(contexts: UInt64, seeds: UInt64, *, eos_token_id: int, eos_every: int
 
 
 def mock_tokens(
-    prompt: Iterable[int], count: int, *, seed: int = 0, eos_token_id: int = 2, eos_every: int = 0
+    prompt: Iterable[int],
+    count: int,
+    *,
+    seed: int = 0,
+    eos_token_id: int = 2,
+    eos_every: int = 0,
+    min_tokens: int = 0,
 ) -> list[int]:
-    """The tokens that the mock backend answers a prompt with, computed by themselves (`seed` 0: greedy)."""
+    """The tokens that the mock backend answers a prompt with, computed by themselves (`seed` 0: greedy).
+
+    An end-of-sequence token does not end the list.
+    """
     tokens = list(prompt)
     start = len(tokens)
     weights = powers(start + count)
@@ -60,6 +69,8 @@ def mock_tokens(
     seeds = np.array([seed], np.uint64)
     while len(tokens) < start + count:
         token = int(sample(context, seeds, eos_token_id=eos_token_id, eos_every=eos_every)[0])
+        if token == eos_token_id and len(tokens) - start < min_tokens:
+            token = FIRST_TOKEN
         context += np.uint64(token + 1) * weights[len(tokens) : len(tokens) + 1]
         tokens.append(token)
     return tokens[start:]
@@ -119,9 +130,8 @@ class MockDevice:
         words = batch.sampling.seed.astype(np.uint64)
         seeds = np.where(batch.sampling.temperature > 0, words[:, 0] << np.uint64(32) | words[:, 1], np.uint64(0))
         tokens = sample(contexts, seeds, **self._sampler)
-        banned = batch.sampling.rewrites_logits & (batch.kv_lens < batch.sampling.min_len)
-        # min_tokens: the only way to end early is the end-of-sequence token, so another one takes its place
-        tokens[banned & (tokens < FIRST_TOKEN)] = FIRST_TOKEN
+        too_early = batch.sampling.rewrites_logits & (batch.kv_lens < batch.sampling.min_len)
+        tokens[too_early & (tokens == self._sampler["eos_token_id"])] = FIRST_TOKEN
         if batch.samples.all():
             self.history[batch.slots, batch.kv_lens] = tokens
             return tokens
