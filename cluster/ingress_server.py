@@ -5,28 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from engine.text.tokenizer import load_tokenizer
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.ingress.app import build_api
 from cluster.metrics_text import IngressReport, ReplicaLabels
+from cluster.progress import ProgressReporter
 from cluster.ray_client import RayEngineClient
-from engine.config import EngineConfig
+from engine.backend import BackendError
+from engine.config import ConfigError, EngineConfig
+from engine.text.tokenizer import load_tokenizer
 
 
 class IngressServer:
     """What Serve runs; `cluster.app` makes it an ingress deployment."""
 
     def __init__(self, config: EngineConfig, engine: DeploymentHandle[Any]) -> None:
+        """Loads the tokenizer.
+
+        Raises:
+            BackendError, ConfigError: it can't be loaded. Whoever waits for the replica has been told already.
+        """
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         self._client = RayEngineClient(engine, siblings)
-        self._tokenizer = load_tokenizer(config)
+        try:
+            self._tokenizer = load_tokenizer(config)
+        except (BackendError, ConfigError) as error:
+            ProgressReporter(context.app_name, replica).failed(str(error))
+            raise
         self._counts = ResponseCounts()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -18,7 +18,7 @@ from ray import serve
 
 from cluster import ray_compat
 
-SERVE_SHUTDOWN_TIMEOUT_S = 8.0
+DRAIN_TIMEOUT_S = 5.0
 KILL_AFTER_S = 2.0
 
 
@@ -49,14 +49,16 @@ class LocalRay:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LocalRayError(f"Ray does not start: {reason} (its logs are in {logs})") from error
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._children = _descendants()
 
-    def stop(self) -> None:
-        """Ends Serve gracefully within a deadline, then Ray, then whatever is still alive."""
+    def stop(self, application: str | None = None) -> None:
+        """Lets the application's requests end within a deadline, then ends Ray, then whatever is still alive."""
         self._children |= _descendants()
-        graceful = threading.Thread(target=_shut_down_serve, daemon=True)
-        graceful.start()
-        graceful.join(SERVE_SHUTDOWN_TIMEOUT_S)
+        if application is not None:
+            draining = threading.Thread(target=_delete, args=(application,), daemon=True)
+            draining.start()
+            draining.join(DRAIN_TIMEOUT_S)
         self._children |= _descendants()
         ray.shutdown()  # type: ignore[no-untyped-call]
         _kill(self._children)
@@ -66,9 +68,9 @@ def _descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _shut_down_serve() -> None:
+def _delete(application: str) -> None:
     with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
-        serve.shutdown()
+        serve.delete(application)
 
 
 def _kill(processes: set[psutil.Process]) -> None:

@@ -48,7 +48,7 @@ def serve_until_stopped(
     finally:
         if ray is not None:
             print("stopping …", file=output, flush=True)
-            ray.stop()
+            ray.stop(APPLICATION)
     return 0
 
 

@@ -1,0 +1,54 @@
+"""What `serve run serve_app:app key=value`, `serve deploy` and KubeRay import, and what they get for wrong options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+from ray.serve import Application
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build_as_serve_does
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+
+import serve_app
+from engine.config import EngineConfig
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.yaml"
+
+
+def test_serve_builds_the_application_from_key_value_strings() -> None:
+    options = {"model": "smollm2", "max_model_len": "4096", "backend": "mock", "num_ingress_replicas": "2"}
+    assert isinstance(build_as_serve_does(serve_app.app, options), Application)
+
+
+def test_serve_builds_the_application_without_options() -> None:
+    assert isinstance(build_as_serve_does(serve_app.app, {}), Application)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_length": "4096"}, "did you mean max_model_len?"),
+        ({"max_model_len": "many"}, "max_model_len='many'"),
+        ({"tensor_parallel_size": "2"}, "not available yet"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_serve_run_shows_without_traceback(options: dict[str, str], words: str) -> None:
+    with pytest.raises(click.ClickException) as caught:
+        build_as_serve_does(serve_app.app, options)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_the_example_for_serve_deploy_is_valid_and_has_no_unknown_keys() -> None:
+    document = yaml.safe_load(EXAMPLE.read_text())
+    schema = ServeDeploySchema.model_validate(document)
+    assert set(document) <= set(ServeDeploySchema.model_fields)
+    for raw, application in zip(document["applications"], schema.applications, strict=True):
+        assert set(raw) <= set(ServeApplicationSchema.model_fields)
+        assert application.import_path == "serve_app:app"
+        EngineConfig.from_args(application.args)
+        for deployment in raw.get("deployments", []):
+            assert set(deployment) <= set(DeploymentSchema.model_fields)
+            assert deployment["name"] in ("Ingress", "Engine")

@@ -1,0 +1,86 @@
+"""The contract with Ray: every unstable API that we use is there and does what we need; an upgrade must pass it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import ipaddress
+
+import ray
+import ray.serve._private.constants as serve_constants
+from ray import serve
+from ray.serve import handle
+
+from cluster import ray_compat, ray_environment
+
+
+class Late:
+    """An ingress whose application is made in the replica."""
+
+    def __serve_build_asgi_app__(self) -> object:
+        raise NotImplementedError
+
+    async def size(self, data: bytes) -> int:
+        return len(data)
+
+
+def test_the_ray_that_is_tested_is_the_ray_that_is_pinned() -> None:
+    assert ray.__version__.startswith("2.60.")
+
+
+def test_every_flag_of_our_environment_is_read_by_serve() -> None:
+    flags = {*ray_environment.SERVE_FLAGS, *ray_environment.HAPROXY_PORT_FLAGS, *ray_environment.HAPROXY_PATH_FLAGS}
+    source = inspect.getsource(serve_constants)
+    assert not [flag for flag in flags | {ray_environment.HAPROXY_FLAG} if f'"{flag}"' not in source]
+
+
+def test_an_ingress_can_get_its_application_late() -> None:
+    deployment = serve.deployment(ray_compat.late_bound_ingress(Late))
+    assert deployment.bind() is not None
+
+
+def test_broadcast_and_cancellation_are_parts_of_handles() -> None:
+    assert callable(handle.DeploymentHandle.broadcast)
+    assert "return_exceptions" in inspect.signature(handle.DeploymentBroadcastResponse.results_async).parameters
+    assert callable(handle.DeploymentResponse.cancel)
+
+
+def test_the_key_value_store_keeps_lists_and_forgets(serve_url: str) -> None:
+    assert serve_url
+    ray_compat.kv_put("contract/a", b"1")
+    ray_compat.kv_put("contract/a", b"2")
+    ray_compat.kv_put("contract/b", b"3")
+    assert ray_compat.kv_get("contract/a") == b"2"
+    assert sorted(ray_compat.kv_keys("contract/")) == ["contract/a", "contract/b"]
+    ray_compat.kv_delete("contract/a")
+    assert ray_compat.kv_get("contract/a") is None
+    ray_compat.kv_delete("contract/b")
+
+
+def test_this_node_has_an_address_that_others_reach(serve_url: str) -> None:
+    assert serve_url
+    assert ipaddress.ip_address(ray_compat.node_ip())
+
+
+def test_calls_by_reference_take_more_than_the_grpc_path_would(serve_url: str) -> None:
+    assert serve_url
+    app = serve.deployment(Size, name="Size", ray_actor_options={"num_cpus": 0.1}).bind()
+    ray_compat.deploy(app, name="contract", route_prefix="/contract")
+
+    async def call() -> int:
+        async with asyncio.timeout(60):
+            while serve.status().applications["contract"].status != "RUNNING":
+                await asyncio.sleep(0.1)
+            deployed = serve.get_deployment_handle("Size", "contract")
+            size: int = await ray_compat.by_reference(deployed, "size").remote(bytes(8 << 20))
+            return size
+
+    try:
+        assert asyncio.run(call()) == 8 << 20
+    finally:
+        serve.delete("contract")
+
+
+class Size:
+    async def size(self, data: bytes) -> int:
+        return len(data)

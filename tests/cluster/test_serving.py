@@ -1,0 +1,101 @@
+"""The whole serving layer on Ray Serve: two ingress replicas in front of one mock engine, through HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.cluster.apps import completion, deployed, eventually, metric
+
+RUNNING, WAITING = 4, 4
+
+
+@pytest.fixture(scope="module")
+def url(serve_url: str) -> Iterator[str]:
+    options = {
+        "num_ingress_replicas": "2",
+        "max_decode_seqs": RUNNING,
+        "max_queued_requests": WAITING,
+        "mock_step_ms": "20",
+        "decode_seqs_padding": 4,
+    }
+    with deployed(serve_url, "main", **options) as address:
+        yield address
+
+
+def running(url: str) -> float:
+    return sum(metric(url, "vllm:num_requests_running").values())
+
+
+def test_a_streamed_answer_is_the_unstreamed_one(url: str) -> None:
+    whole = completion(url, max_tokens=40, temperature=0).json()
+    body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    text, usage = "", None
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                usage = chunk.get("usage") or usage
+    assert text == whole["choices"][0]["text"]
+    assert usage == whole["usage"]
+    assert usage["completion_tokens"] == 40
+
+
+def test_a_client_that_goes_away_frees_its_place_in_the_engine(url: str) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        eventually(lambda: running(url) == 1)
+    eventually(lambda: running(url) == 0)  # the answer itself would take 80 s
+    eventually(lambda: sum(metric(url, "vllm:request_success_total", finished_reason="abort").values()) >= 1)
+
+
+def test_more_requests_than_the_queue_holds_are_told_to_come_back(url: str) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: completion(url, max_tokens=100), range(20)))
+    taken = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(taken) + len(refused) == 20
+    assert RUNNING + WAITING <= len(taken) < 20
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert all("error" in answer.json() for answer in refused)
+    assert completion(url).status_code == 200
+
+
+def test_a_request_that_the_engine_cannot_serve_names_its_field(url: str) -> None:
+    answer = completion(url, prompt=list(range(9000)))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_one_scrape_answers_for_all_replicas(url: str) -> None:
+    def ingresses() -> dict[str, float]:
+        return metric(url, "sliceserve_http_responses_total", route="/v1/completions", code="200")
+
+    def generated() -> float:
+        return sum(metric(url, "vllm:generation_tokens_total").values())
+
+    before, tokens = sum(ingresses().values()), generated()
+    eventually(lambda: completion(url).status_code == 200 and len(ingresses()) == 2)  # both ingresses had some
+    sent = sum(ingresses().values()) - before
+    assert generated() - tokens == 4 * sent
+    assert len(metric(url, "vllm:num_requests_running")) == 1
+    assert len(metric(url, "sliceserve_http_requests_open")) == 2
+    assert sum(metric(url, "sliceserve_compilations_after_warmup_total").values()) == 0
+    assert sum(metric(url, "vllm:time_to_first_token_seconds_count").values()) >= sent
+
+
+def test_health_is_good_while_the_engine_works(url: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(completion, url, max_tokens=50)
+        eventually(lambda: running(url) == 1)
+        assert httpx.get(f"{url}/health", timeout=15).status_code == 200
+        assert busy.result().status_code == 200
