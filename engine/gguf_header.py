@@ -59,7 +59,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
             return _parse(path, data)
         except (struct.error, IndexError, OverflowError):
             raise BackendError(f"{path} is cut off inside its metadata ({size} bytes); download it again") from None
-        except (UnicodeDecodeError, KeyError, ValueError, MemoryError) as error:
+        except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
             raise BackendError(f"{path} is damaged: its metadata can't be read ({error}); download it again") from None
 
 
@@ -79,7 +79,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     alignment = int(metadata.get("general.alignment", 32))
     start = -(-cursor.position // alignment) * alignment
     tensors = {name: _place(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
-    end = max((info.offset + info.num_bytes for info in tensors.values()), default=start)
+    end = max((info.offset + info.num_bytes for info in tensors.values()), default=0)
     if end > len(data):
         raise BackendError(
             f"{path} is cut off: its tensors need {end} bytes, the file has {len(data)}; download it again"

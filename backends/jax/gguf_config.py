@@ -66,8 +66,8 @@ def hf_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 
 def _required(header: GGUFHeader, meta: Mapping[str, Any], key: str) -> Any:
     value = meta.get(key)
-    if not isinstance(value, int | float):
-        found = "is missing" if value is None else "differs per layer, which is not supported"
+    if not isinstance(value, int | float) or value <= 0:
+        found = "is missing" if value is None else f"is {str(value)[:40]}, not one positive number"
         raise BackendError(f"{header.path}: metadata key {header.architecture}.{key} {found}")
     return value
 
@@ -78,9 +78,10 @@ def _vocab_size(header: GGUFHeader) -> int:
     return header.tensors["token_embd.weight"].shape[0]
 
 
-def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+def _eos_token_ids(metadata: Mapping[str, Any]) -> list[Any]:
+    """Ends of sequence, of turn, and of a message that calls a tool."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(int(i) for i in ids if i is not None))
+    return [token_id for token_id in ids if token_id is not None]
 
 
 def _rope_scaling(header: GGUFHeader, meta: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -103,7 +104,7 @@ def _llama3_scaling(header: GGUFHeader, config: Mapping[str, Any]) -> dict[str, 
     stored = np.fromfile(header.path, np.float32, count=math.prod(info.shape), offset=info.offset)
     original = header.metadata.get(f"{header.architecture}.rope.scaling.original_context_length")
     scaling = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3}
-    if original is not None:
+    if isinstance(original, int):
         scaling["original_max_position_embeddings"] = original
     expected = _llama3_factors(scaling, config["rope_theta"], config["head_dim"])
     if expected.shape != stored.shape or not np.allclose(expected, stored, rtol=1e-3):

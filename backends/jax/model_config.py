@@ -84,6 +84,7 @@ _FAMILIES = {
     ),
 }
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_MAX_LAYERS = 4096  # more can only come from a damaged file
 _ROPE_TYPES = {"default": "none", "none": "none", "linear": "linear", "llama3": "llama3"}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
 _ORIGINAL = "original_max_position_embeddings"
@@ -132,15 +133,15 @@ class _ConfigReader:
         head_dim = self.integer("head_dim", default=hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise self.error(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-        if head_dim % 2:
-            raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+        if head_dim < 1 or head_dim % 2:
+            raise self.error(f"head_dim {head_dim} is no positive even number, as rotary embedding needs")
         rope = self._rope_values()
         return ModelConfig(
             architecture=self.family.architecture,
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=self.integer("intermediate_size"),
-            num_layers=self.integer("num_hidden_layers"),
+            num_layers=self.integer("num_hidden_layers", most=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -208,14 +209,14 @@ class _ConfigReader:
             )
         return RopeScaling()
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = self.values.get(key)
         if value is None:
             if default is None:
                 raise self.error(f"{key} is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} is {value!r}, not a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.error(f"{key} is {value!r}, not an integer from 1 to {most}")
         return value
 
     def number(self, values: Mapping[str, Any], key: str) -> float:

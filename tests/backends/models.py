@@ -70,14 +70,12 @@ def tiny_llama(
 
 
 def save_as_gguf(folder: Path, file: Path, *, tensor_type: str = "F32") -> Path:
-    """Writes a folder made by tiny_llama (float32, one shard) as GGUF, with the conversions of llama.cpp; returns file."""
+    """Writes a folder made by tiny_llama (float32, one shard) as GGUF, converted as llama.cpp does; returns file."""
     import gguf
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads, layers = (
-        config[k] for k in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
+    heads, kv_heads, layers = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers"))
     rope = config["rope_parameters"]
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(layers)
