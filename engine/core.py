@@ -35,7 +35,6 @@ __all__ = ["EngineCore", "EngineHealth", "EngineStoppedError", "InvalidRequestEr
 
 logger = logging.getLogger(__name__)
 
-_JOIN_TIMEOUT_S = 10.0
 _IDLE_WAIT_S = 5.0
 
 
@@ -111,15 +110,15 @@ class EngineCore:
         self._down = ""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the loop and all requests, and closes the backend unless a step hangs in it."""
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the loop and all requests; closes the backend, unless a step hangs in it for over `timeout_s`."""
         with self._changed:
             self._down = self._down or "the engine was stopped"
             self._changed.notify()
         if self._thread.is_alive():
-            self._thread.join(_JOIN_TIMEOUT_S)
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.error("the engine's thread did not end within %.0f s: a backend step hangs", _JOIN_TIMEOUT_S)
+            logger.error("the engine's thread did not end within %g s: a backend step hangs", timeout_s)
             self._end_all(self._down)
         else:
             self._backend.close()

@@ -55,8 +55,8 @@ class RandomTraffic(RuleBasedStateMachine):
 
     @rule(
         family=st.sampled_from(FAMILIES),
-        shared=st.integers(0, 80),
-        own=st.integers(1, 20),
+        shared=st.sampled_from([1, 8, 15, 16, 24, 40, 71, 80]),
+        own=st.sampled_from([0, 0, 1, 5, 20]),
         salt=st.sampled_from(["", "", "tenant"]),
         max_tokens=st.integers(0, 60),
         min_tokens=st.sampled_from([0, 0, 8]),
