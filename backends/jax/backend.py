@@ -138,9 +138,7 @@ class JaxBackend(Backend):
             dtype=self._dtype,
         )
 
-    def _describe(
-        self, model: ModelConfig, attention: PagedAttention, plan: KVPlan, use_native: bool
-    ) -> BackendInfo:
+    def _describe(self, model: ModelConfig, attention: PagedAttention, plan: KVPlan, use_native: bool) -> BackendInfo:
         config = self._config
         kernels = "native kernels" if use_native else "XLA"
         whole_prompt = CPU_CHUNK_TOKENS if config.enable_chunked_prefill else plan.max_model_len

@@ -63,7 +63,8 @@ class ParameterLoader:
             params["layers"] = {p.name: self._stack(p, advance) for p in per_layer}
         else:
             params["layers"] = tuple(
-                {p.name: self._one_layer(p, layer, advance) for p in per_layer} for layer in range(self._config.num_layers)
+                {p.name: self._one_layer(p, layer, advance) for p in per_layer}
+                for layer in range(self._config.num_layers)
             )
         return params
 

@@ -61,7 +61,9 @@ def plan_kv_cache(
         )
     wanted_len = config.max_model_len or model_max_len
     most_useful = max_rows * -(-wanted_len // config.block_size)
-    num_blocks = config.num_blocks or min(_fitting_blocks(config, weight_bytes, bytes_per_block, device_bytes), most_useful)
+    num_blocks = config.num_blocks or min(
+        _fitting_blocks(config, weight_bytes, bytes_per_block, device_bytes), most_useful
+    )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted_len and config.num_blocks is None:
         raise BackendError(

@@ -42,9 +42,7 @@ class DenseWeight:
     def linear(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:  # noqa: ARG002
         # [out, in] contracted last with last, and a float32 result, is what XLA's CPU and TPU products do best.
         dimensions = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(
-            x.astype(self.data.dtype), self.data, dimensions, preferred_element_type=jnp.float32
-        )
+        return jax.lax.dot_general(x.astype(self.data.dtype), self.data, dimensions, preferred_element_type=jnp.float32)
 
     def take_rows(self, ids: jax.Array) -> jax.Array:
         return jnp.take(self.data, ids, axis=0).astype(jnp.float32)

@@ -18,6 +18,7 @@ namespace sliceserve {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kMaxTile = 32;       // tokens
+constexpr int64_t kSpan = 128;      // keys whose scores exist at one time
 constexpr int64_t kQueryRows = 48;  // query vectors of one task
 
 struct AttentionShape {
@@ -57,14 +58,11 @@ struct Attention {
     }
   }
 
-  // Scores of one tile become probabilities relative to the running maximum; returns how the accumulator must shrink.
+  // A row's scores [width] become weights relative to its running maximum; returns how the accumulator must shrink.
   template <int L>
   float Softmax(float* scores, int64_t width, float* maximum, float* total) const {
     F<L> best = Load<L>(scores);
-    for (int64_t j = L; j < width; j += L) {
-      F<L> s = Load<L>(scores + j);
-      best = s > best ? s : best;
-    }
+    for (int64_t j = L; j < width; j += L) best = Larger<L>(best, Load<L>(scores + j));
     const float top = std::max(*maximum, Max<L>(best));
     if (top == -kInfinity) {  // nothing visible yet
       std::fill(scores, scores + width, 0.0f);
@@ -82,50 +80,72 @@ struct Attention {
     return shrink;
   }
 
+  // What one task works with; kept per thread, because a step has thousands of tasks.
+  struct Scratch {
+    std::vector<float> queries, scores, acc, maxima, totals;
+  };
+
   // Query tokens [start, start + count) of a row, all query heads of one kv head. A tile is NV vectors of L lanes.
+  // Keys are taken kSpan at a time, at multiples of kSpan: the sums do not depend on how a prompt was cut into chunks.
   template <int L, int NV>
   void Attend(int64_t row, int64_t start, int64_t count, int64_t head) const {
-    const int64_t d = shape.dim, group = shape.heads / shape.kv_heads, rows_q = count * group;
-    constexpr int64_t width = L * NV;
+    thread_local Scratch s;
+    const int64_t d = shape.dim, group = shape.heads / shape.kv_heads, queries = count * group;
     const int64_t first = query_starts[row];
-    const int64_t position = kv_lens[row] - (query_starts[row + 1] - first) + start;
-    thread_local std::vector<float> queries, scores, acc, maxima, totals;
-    queries.resize(rows_q * d), scores.resize(rows_q * width);
-    acc.assign(rows_q * d, 0.0f), maxima.assign(rows_q, -kInfinity), totals.assign(rows_q, 0.0f);
-    for (int64_t m = 0; m < rows_q; ++m) {
-      const float* source = q + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
-      for (int64_t i = 0; i < d; ++i) queries[m * d + i] = source[i] * shape.scale;
-    }
-    const int64_t last = position + count - 1;
+    const int64_t position = kv_lens[row] - (query_starts[row + 1] - first) + start, last = position + count - 1;
     const int64_t oldest = shape.window > 0 ? std::max<int64_t>(0, position - shape.window + 1) : 0;
-    for (int64_t key = oldest / width * width; key <= last; key += width) {
-      Rows<T, L, NV, 12>(rows_q, queries.data(), d, TileOf(row, key, head, 0), width, d, scores.data(), width, false);
-      if (key + width - 1 > position || (shape.window > 0 && key <= last - shape.window))
-        Mask(scores.data(), rows_q, group, position, key);
-      for (int64_t m = 0; m < rows_q; ++m) {
-        const float shrink = Softmax<L>(&scores[m * width], width, &maxima[m], &totals[m]);
-        if (shrink != 1.0f)
-          for (int64_t i = 0; i < d; ++i) acc[m * d + i] *= shrink;
-      }
-      const T* values = TileOf(row, key, head, 1);
-      int64_t column = 0;
-      for (; column + 4 * L <= d; column += 4 * L)
-        Rows<T, L, 4, 6>(rows_q, scores.data(), width, values + column * P, d, width, acc.data() + column, d, true);
-      for (; column < d; column += L)
-        Rows<T, L, 1, 12>(rows_q, scores.data(), width, values + column * P, d, width, acc.data() + column, d, true);
+    s.queries.resize(queries * d), s.scores.resize(queries * kSpan);
+    s.acc.assign(queries * d, 0.0f), s.maxima.assign(queries, -kInfinity), s.totals.assign(queries, 0.0f);
+    for (int64_t m = 0; m < queries; ++m) {
+      const float* source = q + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
+      for (int64_t i = 0; i < d; ++i) s.queries[m * d + i] = source[i] * shape.scale;
     }
-    for (int64_t m = 0; m < rows_q; ++m) {
+    for (int64_t span = oldest / kSpan * kSpan; span <= last; span += kSpan) {
+      const int64_t end = std::min(span + kSpan, (last / (L * NV) + 1) * (L * NV));
+      Scores<L, NV>(s, queries, row, head, span, end);
+      if (end - 1 > position || (shape.window > 0 && span <= last - shape.window)) Mask(s, queries, group, position, span, end);
+      for (int64_t m = 0; m < queries; ++m) {
+        const float shrink = Softmax<L>(&s.scores[m * kSpan], end - span, &s.maxima[m], &s.totals[m]);
+        if (shrink != 1.0f)
+          for (int64_t i = 0; i < d; ++i) s.acc[m * d + i] *= shrink;
+      }
+      for (int64_t key = span; key < end; key += L * NV) AddValues<L, NV>(s, queries, row, head, span, key);
+    }
+    for (int64_t m = 0; m < queries; ++m) {
       float* target = out + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
-      for (int64_t i = 0; i < d; ++i) target[i] = acc[m * d + i] / totals[m];
+      for (int64_t i = 0; i < d; ++i) target[i] = s.acc[m * d + i] / s.totals[m];
     }
   }
 
-  void Mask(float* scores, int64_t rows_q, int64_t group, int64_t position, int64_t key) const {
-    for (int64_t m = 0; m < rows_q; ++m) {
+  template <int L, int NV>
+  void Scores(Scratch& s, int64_t queries, int64_t row, int64_t head, int64_t span, int64_t end) const {
+    const int64_t d = shape.dim;
+    for (int64_t key = span; key < end; key += L * NV) {
+      const T* keys = TileOf(row, key, head, 0);
+      Rows<T, L, NV, 12>(queries, s.queries.data(), d, keys, L * NV, d, s.scores.data() + (key - span), kSpan, false,
+                         reinterpret_cast<const char*>(TileOf(row, key, head, 1)));
+    }
+  }
+
+  template <int L, int NV>
+  void AddValues(Scratch& s, int64_t queries, int64_t row, int64_t head, int64_t span, int64_t key) const {
+    const int64_t d = shape.dim;
+    const T* values = TileOf(row, key, head, 1);
+    const float* weights = s.scores.data() + (key - span);
+    const char* ahead = reinterpret_cast<const char*>(values);
+    int64_t column = 0;
+    for (; column + 4 * L <= d; column += 4 * L)
+      Rows<T, L, 4, 6>(queries, weights, kSpan, values + column * P, d, L * NV, s.acc.data() + column, d, true, ahead);
+    for (; column < d; column += L)
+      Rows<T, L, 1, 12>(queries, weights, kSpan, values + column * P, d, L * NV, s.acc.data() + column, d, true, ahead);
+  }
+
+  void Mask(Scratch& s, int64_t queries, int64_t group, int64_t position, int64_t span, int64_t end) const {
+    for (int64_t m = 0; m < queries; ++m) {
       const int64_t newest = position + m / group;
       const int64_t oldest = shape.window > 0 ? newest - shape.window + 1 : 0;
-      for (int64_t j = 0; j < tile(); ++j)
-        if (key + j > newest || key + j < oldest) scores[m * tile() + j] = -kInfinity;
+      for (int64_t key = span; key < end; ++key)
+        if (key > newest || key < oldest) s.scores[m * kSpan + key - span] = -kInfinity;
     }
   }
 

@@ -55,7 +55,9 @@ def build(cache_dir: Path) -> Path:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
         except subprocess.CalledProcessError as error:
-            lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or ["?"]
+            lines = (
+                [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or ["?"]
+            )
             raise BuildError(f"{compiler} failed: {lines[0]}") from None
         except subprocess.TimeoutExpired:
             raise BuildError(f"{compiler} did not finish within {BUILD_TIMEOUT_S} s") from None

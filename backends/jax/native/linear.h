@@ -10,14 +10,15 @@ constexpr int kBlock = 32;  // outputs of one packed block
 
 template <typename T>
 void LinearBlock(const float* x, const T* w, int64_t rows, int64_t k, float* y, int64_t n, int64_t first) {
+  const char* next = reinterpret_cast<const char*>(w + kBlock * k);
   if (first + kBlock <= n) {
-    Rows<T, 16, 2, 12>(rows, x, k, w, kBlock, k, y + first, n, false);
+    Rows<T, 16, 2, 12>(rows, x, k, w, kBlock, k, y + first, n, false, next);
     return;
   }
   float edge[12 * kBlock];  // the last block sticks out over n: compute aside, copy what exists
   for (int64_t r = 0; r < rows; r += 12) {
     const int64_t count = std::min<int64_t>(12, rows - r);
-    Rows<T, 16, 2, 12>(count, x + r * k, k, w, kBlock, k, edge, kBlock, false);
+    Rows<T, 16, 2, 12>(count, x + r * k, k, w, kBlock, k, edge, kBlock, false, next);
     for (int64_t i = 0; i < count; ++i) std::memcpy(y + (r + i) * n + first, edge + i * kBlock, (n - first) * sizeof(float));
   }
 }

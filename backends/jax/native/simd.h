@@ -11,6 +11,8 @@
 
 namespace sliceserve {
 
+constexpr int kCacheLine = 64;  // bytes
+
 template <int L>
 struct Lanes {
   typedef float F __attribute__((vector_size(L * 4), aligned(4)));
@@ -99,29 +101,41 @@ inline F<L> ExpNegative(F<L> x) {
 }
 
 template <int L>
+inline F<L / 2> Half(F<L> v, int which) {
+  F<L / 2> half;
+  std::memcpy(&half, reinterpret_cast<const char*>(&v) + which * sizeof(half), sizeof(half));
+  return half;
+}
+
+template <int L>
 inline float Sum(F<L> v) {
-  float total = 0;
-  for (int i = 0; i < L; ++i) total += v[i];
-  return total;
+  if constexpr (L == 2) return v[0] + v[1];
+  else return Sum<L / 2>(Half<L>(v, 0) + Half<L>(v, 1));
+}
+
+template <int L>
+inline F<L> Larger(F<L> a, F<L> b) {
+  return a > b ? a : b;
 }
 
 template <int L>
 inline float Max(F<L> v) {
-  float best = v[0];
-  for (int i = 1; i < L; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  if constexpr (L == 2) return v[0] > v[1] ? v[0] : v[1];
+  else return Max<L / 2>(Larger<L / 2>(Half<L>(v, 0), Half<L>(v, 1)));
 }
 
 // out[MR][NV * L] (+)= x[MR][k] * w, with w packed as [k / kPair][w_stride lanes][kPair], of which NV * L lanes are used.
-// The order of additions over k is the same for every MR: a row's result does not depend on its neighbours.
+// The order of additions over k is the same for every MR: a row's result does not depend on its neighbours. `ahead` is
+// what will be read next: one cache line of it is fetched per step, so that streaming weights overlaps with computing.
 template <typename T, int L, int MR, int NV>
-inline void Tile(const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t k, float* out,
-                 int64_t out_stride, bool accumulate) {
+inline void Tile(const float* __restrict x, int64_t x_stride, const T* __restrict w, int64_t w_stride, int64_t k,
+                 float* __restrict out, int64_t out_stride, bool accumulate, const char* ahead) {
   constexpr int P = Element<T>::kPair;
   F<L> acc[MR][NV];
   for (int r = 0; r < MR; ++r)
     for (int v = 0; v < NV; ++v) acc[r][v] = accumulate ? Load<L>(out + r * out_stride + v * L) : Splat<L>(0.0f);
-  for (int64_t i = 0; i < k; i += P, w += w_stride * P) {
+  for (int64_t i = 0; i < k; i += P, w += w_stride * P, ahead += kCacheLine) {
+    __builtin_prefetch(ahead, 0, 2);
     F<L> weight[NV][P];
     for (int v = 0; v < NV; ++v) Element<T>::template Unpack<L>(w + v * L * P, weight[v]);
     for (int r = 0; r < MR; ++r)
@@ -134,14 +148,14 @@ inline void Tile(const float* x, int64_t x_stride, const T* w, int64_t w_stride,
     for (int v = 0; v < NV; ++v) Store<L>(out + r * out_stride + v * L, acc[r][v]);
 }
 
-// Tile for any number of rows: full register tiles of MAX rows, then the rest.
+// Tile for any number of rows: register tiles of MAX rows, then one of what is left.
 template <typename T, int L, int NV, int MAX>
 inline void Rows(int64_t rows, const float* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t k, float* out,
-                 int64_t out_stride, bool accumulate) {
-  for (; rows >= MAX; rows -= MAX, x += MAX * x_stride, out += MAX * out_stride)
-    Tile<T, L, MAX, NV>(x, x_stride, w, w_stride, k, out, out_stride, accumulate);
+                 int64_t out_stride, bool accumulate, const char* ahead) {
+  for (; rows >= MAX; rows -= MAX, x += MAX * x_stride, out += MAX * out_stride, ahead += k / Element<T>::kPair * kCacheLine)
+    Tile<T, L, MAX, NV>(x, x_stride, w, w_stride, k, out, out_stride, accumulate, ahead);
   if constexpr (MAX > 1) {
-    if (rows > 0) Rows<T, L, NV, (MAX > 8 ? 8 : MAX / 2)>(rows, x, x_stride, w, w_stride, k, out, out_stride, accumulate);
+    if (rows > 0) Rows<T, L, NV, MAX - 1>(rows, x, x_stride, w, w_stride, k, out, out_stride, accumulate, ahead);
   }
 }
 
