@@ -19,6 +19,8 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.cluster.ingress.local_client import LocalEngineClient, serve_api
 from tests.e2e.browser import ask, chromium, chromium_path
 
+expect.set_options(timeout=30_000)  # a busy machine is slow, not wrong
+
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason="chromium is not installed (apt-get install chromium)")
 
 MARKDOWN = """Sorting is **easy**:
@@ -208,7 +210,7 @@ def test_errors_are_sentences_and_point_at_the_field(page: Page, engine: Scripte
     page.fill("#prompt", "Hi again")
     page.click("#send")
     expect(page.locator(".error").last).to_contain_text(
-        "too many requests are waiting; try again later Try again in 3 s."
+        "too many requests are waiting; try again later. Try again in 3 s."
     )
     expect(page.locator("#temperature")).not_to_have_attribute("aria-invalid", "true")
     engine.refuse, engine.text = False, "Better."

@@ -49,7 +49,7 @@ async function request(url, options) {
 async function refusal(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  const wait = response.status === 429 ? ` Try again in ${response.headers.get("Retry-After") ?? "a few"} s.` : "";
+  const wait = response.status === 429 ? `. Try again in ${response.headers.get("Retry-After") ?? "a few"} s.` : "";
   return new ApiError(message + wait, body?.error?.param ?? null);
 }
 

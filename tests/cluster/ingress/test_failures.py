@@ -1,4 +1,4 @@
-"""What clients see, and what the engine is told, when things go wrong: overload, failure, timeouts, clients that leave."""
+"""What clients see, and what the engine is told, when things go wrong: overload, failure, time, clients that leave."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def slow() -> Iterator[LocalServer]:
 
 def test_a_client_that_leaves_a_stream_aborts_it(slow: LocalServer) -> None:
     with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 2}) as response:
-        next(response.iter_bytes())
+        received = response.iter_bytes()  # a dropped iterator would close the connection
+        next(received)
         assert running(slow) == 2
     until(lambda: running(slow) == 0, 2)
     assert len(slow.client.aborted) == 2
@@ -72,7 +73,8 @@ def test_a_client_that_stops_waiting_for_a_document_aborts_it(slow: LocalServer,
 
 def test_a_client_that_leaves_the_queue_frees_its_place(slow: LocalServer) -> None:
     with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 2}) as response:
-        next(response.iter_bytes())
+        received = response.iter_bytes()  # a dropped iterator would close the connection
+        next(received)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True}, timeout=0.3)
         until(lambda: running(slow) == 2, 2)
@@ -80,7 +82,8 @@ def test_a_client_that_leaves_the_queue_frees_its_place(slow: LocalServer) -> No
 
 def test_overload_is_a_429_that_says_when_to_come_back(slow: LocalServer) -> None:
     with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": True, "n": 3}) as response:
-        next(response.iter_bytes())
+        received = response.iter_bytes()  # a dropped iterator would close the connection
+        next(received)
         for stream in (False, True):
             refused = httpx.post(f"{slow.url}/v1/chat/completions", json={**CHAT, "stream": stream})
             assert refused.status_code == 429
