@@ -6,32 +6,31 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from backends.jax import native
 from backends.jax.attention import NativeAttention, PagedAttention, XlaAttention
 from backends.jax.buckets import Buckets
 from backends.jax.checkpoint import open_checkpoint
 from backends.jax.compilation import (
-    PHASE,
     CompilationCounter,
     cache_dir,
     compile_all,
     default_cache_dir,
     enable_persistent_cache,
 )
+from backends.jax.idle import idle_batch
 from backends.jax.loading import ParameterLoader
-from backends.jax.logits import LOGPROB_COLUMNS
 from backends.jax.memory import KVPlan, device_memory_bytes, plan_kv_cache
 from backends.jax.model import Decoder, Params
 from backends.jax.model_config import ModelConfig, read_model_config
 from backends.jax.native.build import BuildError
+from backends.jax.result import DispatchedStep
 from backends.jax.sampling import sample_native, sample_xla
 from backends.jax.sharding import create_mesh, sharding
 from backends.jax.slots import SlotTables, new_history, new_slot_tables, slot_row, write_slot
@@ -45,10 +44,9 @@ from engine.backend import (
     Progress,
     no_progress,
 )
-from engine.batch import LogprobArrays, SamplingArrays, StepBatch, StepResult
+from engine.batch import SlotState, StepBatch
 from engine.config import GIB, EngineConfig
 from engine.model_files import locate_model
-from engine.request import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,9 @@ class JaxBackend(Backend):
         config = self._config
         device_bytes = device_memory_bytes(config)
         files = locate_model(config.model, weights=config.load_format != "dummy")
-        model = self._model = _with_window(read_model_config(files), config.sliding_window)
+        model = read_model_config(files)
+        if config.sliding_window is not None:
+            model = replace(model, sliding_window=config.sliding_window)
         checkpoint = open_checkpoint(files, model, config.load_format, config.seed)
         enable_persistent_cache(cache_dir(config))
         self._mesh = create_mesh()
@@ -184,9 +184,9 @@ class JaxBackend(Backend):
             lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
             self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress))
         for done, shape in enumerate(shapes, start=1):
-            self._run(_idle_batch(shape, self._info_or_fail.block_size), shape).result()
+            self._run(idle_batch(), shape).result()
             progress("running each program once", done, len(shapes))
-        self._apply_slot_state_once()
+        self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
         logger.info("%d programs ready in %.1f s", len(shapes), time.monotonic() - started)
         self._counter.arm()
 
@@ -194,23 +194,12 @@ class JaxBackend(Backend):
         packed = jax.ShapeDtypeStruct((shape.packed_size,), np.int32, sharding=sharding(self._mesh))
         return self._jit.lower(self._params, self._state, self._tables, packed, shape=shape)
 
-    def _apply_slot_state_once(self) -> None:
-        from engine.batch import SlotState
-
-        self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
-
-    @property
-    def _info_or_fail(self) -> BackendInfo:
-        if self._info is None:
-            raise BackendError("load() comes first")
-        return self._info
-
     def dispatch(self, batch: StepBatch) -> PendingStep:
         for state in batch.slot_states:
             self._apply(state)
         return self._run(batch, self._buckets.choose(batch))
 
-    def _apply(self, state: Any) -> None:
+    def _apply(self, state: SlotState) -> None:
         row, history = slot_row(state, self._capabilities, self._state.history.shape[1])
         tables, new = self._write_slot(self._tables, self._state.history, np.int32(state.slot), row, history)
         self._tables = tables
@@ -228,7 +217,7 @@ class JaxBackend(Backend):
             outputs = program(self._params, self._state, self._tables, packed)
         self._state, result, prompt = outputs
         wants_logprobs = bool((batch.sampling.num_logprobs >= 0).any())
-        return _Pending(batch, result, prompt if batch.prompt_logprobs.any() else None, wants_logprobs)
+        return DispatchedStep(batch, result, prompt if batch.prompt_logprobs.any() else None, wants_logprobs)
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -240,75 +229,3 @@ class JaxBackend(Backend):
         for name in ("_state", "_tables", "_params"):
             with contextlib.suppress(AttributeError):
                 delattr(self, name)
-
-
-@dataclass(slots=True)
-class _Pending(PendingStep):
-    batch: StepBatch
-    packed: jax.Array
-    prompt: jax.Array | None
-    wants_logprobs: bool
-
-    def result(self) -> StepResult:
-        rows, tokens = self.batch.num_rows, self.batch.num_tokens
-        try:
-            packed = np.asarray(self.packed)[:rows]
-            prompt = None if self.prompt is None else _unpack(np.asarray(self.prompt)[:tokens])
-        except jax.errors.JaxRuntimeError as error:
-            raise BackendError(f"step {self.batch.step} failed on the device: {str(error).splitlines()[0]}") from error
-        return StepResult(
-            step=self.batch.step,
-            token_ids=packed[:, 0],
-            logprobs=_unpack(packed[:, 1:]) if self.wants_logprobs else None,
-            prompt_logprobs=prompt,
-        )
-
-
-def _unpack(packed: NDArray[np.int32]) -> LogprobArrays:
-    """What logits.logprobs packed."""
-    ids_end = 1 + MAX_TOP_LOGPROBS
-    assert packed.shape[1] == LOGPROB_COLUMNS
-    as_float = np.ascontiguousarray(packed).view(np.float32)
-    return LogprobArrays(chosen=as_float[:, 0], top_ids=packed[:, 1:ids_end], top_logprobs=as_float[:, ids_end:])
-
-
-def _with_window(model: ModelConfig, window: int | None) -> ModelConfig:
-    from dataclasses import replace
-
-    return model if window is None else replace(model, sliding_window=window)
-
-
-def _idle_batch(shape: StepShape, block_size: int) -> StepBatch:
-    """One token of one row in block 0, to run a program once before anybody owns a block."""
-    one = np.ones(1, np.int32)
-    zero = np.zeros(1, np.int32)
-    unit = np.ones(1, np.float32)
-    nothing = np.zeros(1, np.float32)
-    off = np.zeros(1, np.bool_)
-    sampling = SamplingArrays(
-        temperature=unit,
-        top_k=zero,
-        top_p=unit,
-        min_p=nothing,
-        repetition_penalty=unit,
-        presence_penalty=nothing,
-        frequency_penalty=nothing,
-        seed=np.zeros((1, 2), np.uint32),
-        prompt_len=one,
-        min_len=zero,
-        rewrites_logits=off,
-        num_logprobs=-one,
-    )
-    return StepBatch(
-        step=-1,
-        token_ids=zero,
-        positions=zero,
-        query_lens=one,
-        kv_lens=one,
-        slots=zero,
-        block_tables=np.zeros((1, min(1, shape.blocks)), np.int32),
-        samples=off,
-        sampling=sampling,
-        prompt_logprobs=off,
-        target_ids=zero,
-    )

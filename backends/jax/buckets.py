@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.jax.step import StepShape
+from backends.jax.step import PROMPT_LOGPROB_TILE, StepShape
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 
@@ -19,9 +19,11 @@ def doubling(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def token_sizes(padding: int, smallest: int, last: int) -> list[int]:
-    """Powers of two times `smallest` up to `padding`, then multiples of it; enough of them to reach `last`."""
-    sizes = doubling(min(smallest, padding), min(padding, last))
+def token_sizes(padding: int, last: int) -> list[int]:
+    """Doubling up to `padding`, then multiples of it, enough to reach `last`; all multiples of PROMPT_LOGPROB_TILE."""
+    unit = PROMPT_LOGPROB_TILE
+    padding, last = round_up(padding, unit), round_up(last, unit)
+    sizes = doubling(unit, min(padding, last))
     step = padding
     while sizes[-1] < last:
         sizes.append(min(sizes[-1] + step, last))
@@ -65,7 +67,7 @@ class Buckets:
         self._decode = [StepShape(tokens=r, rows=r, blocks=b, decode_only=True) for r in decode_rows for b in widths]
         self._mixed = [
             StepShape(tokens=tokens, rows=rows, blocks=b, decode_only=False)
-            for tokens in token_sizes(config.prefill_len_padding, 16, round_up(max_tokens, 16))
+            for tokens in token_sizes(config.prefill_len_padding, max_tokens)
             for rows in mixed_rows(config.prefill_seqs_padding, min(tokens, max_rows))
             for b in widths
         ]

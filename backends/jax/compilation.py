@@ -58,7 +58,7 @@ class CompilationCounter:
     def close(self) -> None:
         self._armed = False
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:  # noqa: ARG002
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG002
         if self._armed and event == COMPILE_EVENT:
             with self._lock:
                 self._count += 1

@@ -1,6 +1,6 @@
 """Logits processing: penalties, bias, bad words, minimum length; and log-probabilities from the raw logits.
 
-Both run inside `lax.cond`: the program is the same whatever requests ask for, and a step in which nobody asks pays nothing.
+Both run inside `lax.cond`: the program is the same whatever requests ask for, and where nobody asks nobody pays.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _completing(seen: jax.Array, bad_words: jax.Array, lengths: jax.Array) -> ja
 
 
 def logprobs(logits: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Packs log-probabilities of raw logits [M, vocab] as int32 [M, 1 + 2K]: the chosen id's, K top ids, K top values."""
+    """Log-probabilities of raw logits [M, vocab], packed as int32 [M, 1 + 2K]: chosen id's, K top ids, K top values."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     own = jnp.take_along_axis(logits, chosen[:, None], axis=-1) - normalizer
     values, ids = jax.lax.top_k(logits, MAX_TOP_LOGPROBS)

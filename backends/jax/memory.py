@@ -80,8 +80,8 @@ def _fitting_blocks(config: EngineConfig, weight_bytes: int, bytes_per_block: in
         kv_bytes = min(kv_bytes, CPU_DEFAULT_KV_BYTES)
     if kv_bytes < bytes_per_block:
         raise BackendError(
-            f"the weights take {weight_bytes / GIB:.1f} GiB of a budget of {budget / GIB:.1f} GiB, which leaves no room for "
-            "KV blocks; raise device_memory_gib or hbm_utilization_factor"
+            f"the weights take {weight_bytes / GIB:.1f} GiB of the budget of {budget / GIB:.1f} GiB, leaving no room "
+            "for KV blocks; raise device_memory_gib or hbm_utilization_factor"
         )
     return kv_bytes // bytes_per_block
 

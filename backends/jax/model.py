@@ -45,14 +45,17 @@ def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
         *_linear("gate_up", gate_up, ("mlp", "hidden"), bias=config.mlp_bias),
         *_linear("down", ("mlp.down_proj",), ("hidden", "mlp"), bias=config.mlp_bias),
     ]
-    vocab = {"axes": ("vocab", "hidden"), "kind": "matrix", "per_layer": False}
-    head = [] if config.tie_embeddings else [Parameter(name="lm_head", tensors=("lm_head.weight",), **vocab)]
+    head = () if config.tie_embeddings else (_vocabulary("lm_head", "lm_head.weight"),)
     return (
-        Parameter(name="embed", tensors=("model.embed_tokens.weight",), **vocab),
+        _vocabulary("embed", "model.embed_tokens.weight"),
         *layer,
         Parameter(name="final_norm", tensors=("model.norm.weight",), axes=("hidden",), kind="vector", per_layer=False),
         *head,
     )
+
+
+def _vocabulary(name: str, tensor: str) -> Parameter:
+    return Parameter(name=name, tensors=(tensor,), axes=("vocab", "hidden"), kind="matrix", per_layer=False)
 
 
 def _linear(name: str, modules: tuple[str, ...], axes: tuple[str, str], *, bias: bool) -> list[Parameter]:
@@ -137,7 +140,8 @@ def for_each_layer(
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return body(index, select_layer(layers, index), *carry)
 
-    return jax.lax.fori_loop(0, num_layers, step, (x, cache))
+    x, cache = jax.lax.fori_loop(0, num_layers, step, (x, cache))
+    return x, cache
 
 
 def select_layer(layers: Params, index: jax.Array) -> Params:

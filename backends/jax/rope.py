@@ -9,21 +9,23 @@ from numpy.typing import NDArray
 
 from backends.jax.model_config import ModelConfig, RopeScaling
 
+Frequencies = NDArray[np.float32]
 
-def inverse_frequencies(config: ModelConfig) -> NDArray[np.float32]:
+
+def inverse_frequencies(config: ModelConfig) -> Frequencies:
     """[head_dim / 2] float32, scaled as the config says."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.power(np.float32(config.rope_theta), exponents)).astype(np.float32)
+    frequencies: Frequencies = (1.0 / np.power(np.float32(config.rope_theta), exponents)).astype(np.float32)
     scaling = config.rope_scaling
     if scaling.kind == "linear":
-        return (frequencies / np.float32(scaling.factor)).astype(np.float32)
+        frequencies = (frequencies / np.float32(scaling.factor)).astype(np.float32)
     if scaling.kind == "llama3":
-        return _llama3(frequencies, scaling)
+        frequencies = _llama3(frequencies, scaling)
     return frequencies
 
 
-def _llama3(frequencies: NDArray[np.float32], scaling: RopeScaling) -> NDArray[np.float32]:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1's report, section 3.4)."""
+def _llama3(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
+    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1's model code)."""
     wavelength = 2 * np.pi / frequencies
     longest = scaling.original_max_position / scaling.low_freq_factor
     shortest = scaling.original_max_position / scaling.high_freq_factor
@@ -35,7 +37,7 @@ def _llama3(frequencies: NDArray[np.float32], scaling: RopeScaling) -> NDArray[n
     return np.where((wavelength <= longest) & (wavelength >= shortest), blended, scaled).astype(np.float32)
 
 
-def cos_sin(positions: jax.Array, frequencies: NDArray[np.float32]) -> tuple[jax.Array, jax.Array]:
+def cos_sin(positions: jax.Array, frequencies: Frequencies) -> tuple[jax.Array, jax.Array]:
     """positions [T] -> cosines and sines, each [T, 1, head_dim / 2] float32."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)

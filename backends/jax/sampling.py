@@ -1,7 +1,7 @@
 """Choosing tokens on the device: greedy, or one inverse-CDF draw from the distribution cut by top-k, top-p and min-p.
 
-The random number of a row is uniform(fold_in(key(seed), position)): it depends on nothing else in the batch. The cuts are
-thresholds on a token's weight, found without a sort; ties at the edge stay in.
+The random number of a row is uniform(fold_in(key(seed), position)): it depends on nothing else in the batch. The cuts
+are thresholds on a token's weight, found without a sort; ties at the edge stay in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Per-slot state on the device: the token history, and what rewrites a slot's logits (bias, bad words, banned ids).
 
-The history lets a step take a row's input token from what the device itself sampled, and lets penalties and bad words see
-tokens that the host has not read yet. The rest is uploaded once, when a request that needs it gets its slot.
+The history lets a step take a row's input token from what the device itself sampled, and lets penalties and bad words
+see tokens that the host has not read yet. The rest is uploaded once, when a request that needs it gets its slot.
 """
 
 from __future__ import annotations

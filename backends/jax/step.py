@@ -23,7 +23,7 @@ from backends.jax.slots import SlotTables
 from engine.batch import StepBatch
 
 PROMPT_LOGPROB_TILE = 16
-"""Prompt positions whose logits exist at one time."""
+"""Prompt positions whose logits exist at one time; token counts of mixed shapes are multiples of it."""
 _ROW_FIELDS = (
     "slots",
     "kv_lens",
@@ -94,7 +94,7 @@ class StepShape:
         views["query_starts"][:] = tokens
         views["query_starts"][0] = 0
         np.cumsum(batch.query_lens, out=views["query_starts"][1 : rows + 1])
-        per_row = {
+        per_row: dict[str, NDArray[Any]] = {
             "slots": batch.slots,
             "kv_lens": batch.kv_lens,
             "samples": batch.samples,
@@ -104,8 +104,8 @@ class StepShape:
         }
         views["slots"][rows:] = dump_slot
         for name in _ROW_FIELDS:
-            value = per_row[name] if name in per_row else getattr(sampling, name)
-            views[name][:rows] = value.view(np.int32) if name in _FLOAT_FIELDS else value
+            array: NDArray[Any] = per_row[name] if name in per_row else getattr(sampling, name)
+            views[name][:rows] = array.view(np.int32) if name in _FLOAT_FIELDS else array
         width = min(self.blocks, batch.block_tables.shape[1])
         views["block_tables"].reshape(self.rows, self.blocks)[:rows, :width] = batch.block_tables[:, :width]
         return packed
@@ -133,7 +133,7 @@ class StepProgram:
         """Runs one step.
 
         Returns:
-            The new state; [R, 1 + LOGPROB_COLUMNS] int32, a row's sampled id (-1: none) and its packed log-probabilities;
+            The new state; [R, 1 + LOGPROB_COLUMNS] int32, each row's sampled id (-1: none) and packed logprobs;
             [T, LOGPROB_COLUMNS] packed log-probabilities of each token's successor. Log-probabilities are zeros unless
             some row asks for them, and decode programs have none of the latter.
         """
@@ -179,7 +179,7 @@ class StepProgram:
 
     def _prompt_logprobs(self, params: Params, hidden: jax.Array, views: dict[str, jax.Array]) -> jax.Array:
         tokens = hidden.shape[0]
-        tile = min(PROMPT_LOGPROB_TILE, tokens)
+        tile = PROMPT_LOGPROB_TILE
 
         def one_tile(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             states, targets = part
@@ -187,11 +187,11 @@ class StepProgram:
 
         def all_tiles() -> jax.Array:
             parts = (hidden.reshape(tokens // tile, tile, -1), views["target_ids"].reshape(tokens // tile, tile))
-            return jax.lax.map(one_tile, parts).reshape(tokens, LOGPROB_COLUMNS)
+            return jnp.reshape(jax.lax.map(one_tile, parts), (tokens, LOGPROB_COLUMNS))
 
-        return jax.lax.cond(
-            views["any_prompt_logprobs"][0] != 0, all_tiles, lambda: jnp.zeros((tokens, LOGPROB_COLUMNS), jnp.int32)
-        )
+        nothing = jnp.zeros((tokens, LOGPROB_COLUMNS), jnp.int32)
+        packed: jax.Array = jax.lax.cond(views["any_prompt_logprobs"][0] != 0, all_tiles, lambda: nothing)
+        return packed
 
 
 def _attention_inputs(views: dict[str, jax.Array], shape: StepShape) -> AttentionInputs:
@@ -224,6 +224,6 @@ def _row_params(views: dict[str, jax.Array]) -> RowParams:
 
 
 def _remember(history: jax.Array, chosen: jax.Array, rows: RowParams) -> jax.Array:
-    """Writes sampled tokens where the next step looks for its input; rows that sample nothing write to the dump slot."""
+    """Writes sampled tokens where the next step finds its input; rows that sample nothing write to the dump slot."""
     slots = jnp.where(rows.samples, rows.slots, history.shape[0] - 1)
     return history.at[slots, rows.lengths].set(chosen)

@@ -1,4 +1,4 @@
-"""Attention over paged KV blocks, behind one interface: XLA anywhere, native kernels on CPU; the model knows neither."""
+"""Attention over paged KV blocks behind one interface: XLA anywhere, native kernels on CPU."""
 
 from backends.jax.attention.base import AttentionInputs, PagedAttention
 from backends.jax.attention.native import NativeAttention

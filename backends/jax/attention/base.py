@@ -15,7 +15,7 @@ class AttentionInputs:
 
     positions: jax.Array  # [T] int32
     token_rows: jax.Array  # [T] int32, the row of each token
-    query_starts: jax.Array  # [R + 1] int32, first token of each row; rows that are padding start at num_tokens
+    query_starts: jax.Array  # [R + 1] int32, first token of each row; num_tokens for padding rows
     kv_lens: jax.Array  # [R] int32, with this step's tokens
     block_tables: jax.Array  # [R, B] int32
     num_rows: jax.Array  # [1] int32
@@ -25,7 +25,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(ABC):
-    """Attention of a decoder's layers over one KV cache. The block after the last is the dump that padding writes to."""
+    """Attention of a decoder's layers over one KV cache. Padding writes to the dump block behind the last."""
 
     num_layers: int
     num_heads: int
@@ -49,8 +49,8 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def cache_shape(self, num_blocks: int) -> jax.ShapeDtypeStruct:
-        """The cache of num_blocks blocks and the dump block. bfloat16 is kept as uint16: XLA's CPU scatter into a
-        bfloat16 array rewrites the whole array through float32."""
+        """The cache of num_blocks blocks and the dump block. bfloat16 is kept as uint16: XLA's CPU scatter
+        into a bfloat16 array rewrites the whole array through float32."""
 
     @abstractmethod
     def __call__(

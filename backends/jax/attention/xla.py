@@ -1,7 +1,7 @@
 """Attention in plain XLA: gathers each row's blocks. Runs anywhere; the fallback where no kernel fits.
 
-A decode step (one token a row) is one batched product over padded contexts. A step with prompts goes through query tiles
-of one row each in a loop, so that its cost follows the tokens and not rows times the longest prompt.
+A decode step (one token a row) is one batched product over padded contexts. A step with prompts goes through query
+tiles of one row each in a loop, so that its cost follows the tokens and not rows times the longest prompt.
 """
 
 from __future__ import annotations
@@ -97,4 +97,5 @@ class XlaAttention(PagedAttention):
             return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
         out = jax.lax.fori_loop(0, ends[-1], one_tile, jnp.zeros_like(padded))
-        return out[:tokens]
+        kept: jax.Array = out[:tokens]
+        return kept

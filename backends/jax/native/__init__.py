@@ -61,7 +61,7 @@ def linear(x: jax.Array, weight: jax.Array, layer: jax.Array, num_tokens: jax.Ar
     """
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     call = jax.ffi.ffi_call("sliceserve_linear", result)
-    return call(x, weight, layer, num_tokens)  # type: ignore[no-any-return]
+    return call(x, weight, layer, num_tokens)
 
 
 def sample(
@@ -78,7 +78,7 @@ def sample(
     temperature, top_p, min_p and uniform (in [0, 1)) are float32 [r], top_k int32 [r]; temperature 0 is greedy.
     """
     call = jax.ffi.ffi_call("sliceserve_sample", jax.ShapeDtypeStruct((logits.shape[0],), jnp.int32))
-    return call(logits, temperature, top_k, top_p, min_p, uniform, num_rows)  # type: ignore[no-any-return]
+    return call(logits, temperature, top_k, top_p, min_p, uniform, num_rows)
 
 
 def ragged_attention(

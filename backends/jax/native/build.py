@@ -1,7 +1,7 @@
 """Compiles the C++ kernels for the machine they run on, once, into the user's cache folder.
 
-`python -m backends.jax.native.build` does it ahead of time; otherwise the first server start does. Without a compiler the
-backend falls back to plain XLA, which is several times slower on CPU; nothing else changes.
+`python -m backends.jax.native.build` does it ahead of time; otherwise the first server start does. Without a compiler
+the backend falls back to plain XLA, which is several times slower on CPU; nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 SOURCES = ("ffi.cc", "attention.h", "linear.h", "sampling.h", "parallel.h", "simd.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
@@ -31,7 +31,7 @@ def library_path(cache_dir: Path) -> Path:
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
-    digest.update(" ".join((*FLAGS, jaxlib.__version__, platform.machine(), _cpu_features())).encode())
+    digest.update(" ".join((*FLAGS, jaxlib_version.__version__, platform.machine(), _cpu_features())).encode())
     return cache_dir / "native" / f"kernels-{digest.hexdigest()[:16]}.so"
 
 
