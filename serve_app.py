@@ -8,10 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import click
+import ray
 from ray import serve
 
 from cluster.app import build_app
-from engine.config import ConfigError
+from cluster.preflight import check_model
+from engine.backend import BackendError
+from engine.config import ConfigError, EngineConfig
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -21,6 +24,9 @@ def app(args: dict[str, Any]) -> serve.Application:
         click.ClickException: an option is wrong. `serve run` is a click program and shows it as one line.
     """
     try:
-        return build_app(args)
-    except ConfigError as error:
+        config = EngineConfig.from_args(args)
+        if not ray.is_initialized():  # `serve run`, and not a node of the cluster that may not hold the model
+            check_model(config)
+        return build_app(config)
+    except (ConfigError, BackendError) as error:
         raise click.ClickException(str(error)) from None

@@ -171,9 +171,7 @@ def main() -> int:
     print(
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; the engine's own TTFT {own:.2f} ms (median)"
     )
-    print(
-        f"{'front':<8} {'tokens/s median':>15} {'best':>8} {'target':>8} {'chunks/s':>9} {'TTFT ms':>8} {'added':>6} {'target':>7}"
-    )
+    print("front    tokens/s median     best   target  chunks/s  TTFT ms  added  target")
     for front in TARGETS if args.front == "both" else [args.front]:
         with server(front, args.port):
             result = asyncio.run(measure(front, args.port, args.streams, args.tokens, args.rounds, own))

@@ -64,11 +64,6 @@ def init_private(temp_dir: str, **options: Any) -> None:
     ray.init(address="local", _temp_dir=temp_dir, include_dashboard=options.pop("include_dashboard", False), **options)
 
 
-def is_ray_worker() -> bool:
-    """Whether this process was started by a Ray cluster (as opposed to a driver that has not connected yet)."""
-    return bool(ray.is_initialized())
-
-
 def deploy(app: serve.Application, *, name: str, route_prefix: str = "/") -> None:
     """Submits an application and returns without waiting for its replicas."""
     serve.run_many(

@@ -35,11 +35,13 @@ def serve_until_stopped(
     stop = threading.Event()
     _stop_on_signals(stop)
     ray: LocalRay | None = None
+    ready = False
     try:
         ray = LocalRay(folder, dashboard_port=dashboard_port)
         _stop_on_signals(stop)  # Ray has put handlers of its own
         _start_application(config, host, port, stop, output)
-        if not stop.is_set():
+        ready = not stop.is_set()
+        if ready:
             print(f"ready at {_url(host, port)} (Ctrl-C stops it)", file=output, flush=True)
             _wait(stop)
     except (StartUpError, LocalRayError) as error:
@@ -47,8 +49,9 @@ def serve_until_stopped(
         return 1
     finally:
         if ray is not None:
-            print("stopping …", file=output, flush=True)
-            ray.stop(APPLICATION)
+            if ready:
+                print("stopping …", file=output, flush=True)
+            ray.stop(APPLICATION if ready else None)
     return 0
 
 
@@ -58,8 +61,11 @@ def _start_application(config: EngineConfig, host: str, port: int, stop: threadi
     Raises:
         StartUpError: loading failed, or nothing moved for too long.
     """
-    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
-    ray_compat.deploy(build_app(config), name=APPLICATION)
+    try:
+        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
+        ray_compat.deploy(build_app(config), name=APPLICATION)
+    except Exception as error:
+        raise StartUpError(f"Ray Serve does not start: {str(error).strip().splitlines()[0]}") from error
     deadline = time.monotonic() + STILL_DEADLINE_S
     seen = None
     with ProgressDisplay(output) as display:

@@ -12,6 +12,8 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 import serve_app
+from cluster.preflight import check_model
+from engine.backend import BackendError
 from engine.config import EngineConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.yaml"
@@ -39,6 +41,19 @@ def test_a_wrong_option_is_one_line_that_serve_run_shows_without_traceback(optio
         build_as_serve_does(serve_app.app, options)
     assert words in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": "/no/such/model"}, "/no/such/model"),
+        ({"model": "smollm2", "max_model_len": "100000000"}, "max_model_len=100000000"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_line_before_anything_starts(options: dict[str, str], words: str) -> None:
+    with pytest.raises(BackendError, match=words) as caught:
+        check_model(EngineConfig.from_args(options))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_example_for_serve_deploy_is_valid_and_has_no_unknown_keys() -> None:

@@ -1,0 +1,110 @@
+"""`sliceserve serve` as a user has it: starts, says what it does, stops without a trace, and fails in one line."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from cluster.cli.progress_bars import ProgressDisplay
+from cluster.progress import StartUp
+from tests.conftest import free_port
+
+PROGRAM = str(Path(sys.executable).with_name("sliceserve"))
+START_TIMEOUT_S = 150
+STOP_TIMEOUT_S = 25
+
+
+@contextmanager
+def sliceserve_serve(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The process, and what it has said until it was ready or ended."""
+    process = subprocess.Popen(
+        [PROGRAM, "serve", *flags], stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    assert process.stderr is not None
+    said: list[str] = []
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for line in process.stderr:
+            said.append(line.rstrip())
+            assert time.monotonic() < deadline, said
+            if line.startswith("ready"):
+                break
+        yield process, said
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(STOP_TIMEOUT_S)
+        process.stderr.close()
+
+
+def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    # Another Ray's address, token and namespace must not lead it astray.
+    foreign = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none"), "RAY_NAMESPACE": "other"}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with sliceserve_serve("--backend=mock", f"--port={port}", **foreign) as (process, said):
+            assert said[-1] == f"ready at http://127.0.0.1:{port} (Ctrl-C stops it)", said
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
+            assert answer.status_code == 200
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) > 3
+            process.send_signal(number)
+            assert process.wait(STOP_TIMEOUT_S) == 0
+            _, alive = psutil.wait_procs(children, timeout=3)
+            assert not alive
+            assert process.stderr is not None
+            assert process.stderr.read().strip() == "stopping …"
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
+    with sliceserve_serve("--model=/no/such/model", f"--port={free_port()}") as (process, said):
+        assert process.wait(STOP_TIMEOUT_S) == 1
+    errors = [line for line in said if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "/no/such/model" in errors[0]
+    assert not any("Traceback" in line or "ray::" in line for line in said)
+
+
+def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        start = time.monotonic()
+        with sliceserve_serve("--backend=mock", f"--port={port}") as (process, said):
+            assert process.wait(STOP_TIMEOUT_S) == 1
+    assert len(said) == 1
+    assert f"port {port}" in said[0]
+    assert "Address already in use" in said[0]
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_each_phase_to_its_end(terminal: bool) -> None:
+    class Output(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    output = Output()
+    with ProgressDisplay(output) as display:
+        display.show(StartUp(replica="a", phase="reading weights", done=1, total=10))
+        display.show(StartUp(replica="a", phase="reading weights", done=7, total=10))
+        display.show(StartUp(replica="a", phase="compiling", done=2, total=2, detail="bucket 256"))
+        display.show(StartUp(replica="a", ready=True, detail="tiny on mock"))
+    shown = output.getvalue()
+    assert "reading weights" in shown
+    assert "compiling" in shown
+    assert shown.rstrip().endswith("tiny on mock")
+    assert ("10/10" in shown) is terminal
