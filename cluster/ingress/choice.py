@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.text.detokenizer import IncrementalDetokenizer
-from engine.text.stop import StopStrings
-from engine.text.tokenizer import Tokenizer
-
 from cluster.ingress.logprobs import ScoredToken
 from cluster.ingress.plan import Choice, TextOptions
 from engine.request import FinishReason, RequestOutput, TokenLogprobs
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.stop import StopStrings
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,9 @@ class ChoiceText:
         self._tokenizer = tokenizer
         self._choice = choice
         self._options = options
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, options.skip_special_tokens, after_prompt=options.continues_text
+        )
         self._stop = StopStrings(options.stop, include=options.include_stop) if options.stop else None
         self._wants_scores = choice.request.sampling.logprobs is not None
         self._held: deque[ScoredToken] = deque()  # scored tokens whose text has not left yet
@@ -69,7 +70,7 @@ class ChoiceText:
             return "", output.prompt_logprobs
         prompt = self._choice.prompt
         if self._wants_scores and output.prompt_logprobs is not None:
-            echo = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=self._options.skip_special_tokens)
+            echo = IncrementalDetokenizer(self._tokenizer, self._options.skip_special_tokens)
             offset = 0
             for token_id, scores in zip(prompt.token_ids, output.prompt_logprobs, strict=True):
                 self._held.append(ScoredToken(token_id=token_id, offset=offset, scores=scores))

@@ -102,7 +102,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_disconnect(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    for kind in (ApiError, InvalidRequestError, EngineOverloadedError, EngineUnavailableError, TimeoutError):
+    for kind in (ApiError, InvalidRequestError, EngineOverloadedError, EngineUnavailableError, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnectedError, on_disconnect)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.tokenizer import Tokenizer
-
 from engine.request import TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON can't say."""

@@ -31,6 +31,7 @@ class TextOptions:
     include_stop: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
+    continues_text: bool = False  # the answer goes on where a text ended: a space at its beginning belongs to it
     scores_only: bool = False  # max_tokens=0: the prompt is scored, the one token the engine must generate is dropped
 
 

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from engine.text.tokenizer import Tokenizer
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive
 
@@ -27,6 +26,8 @@ from cluster.ingress.seeds import SeedSource
 from cluster.ingress.sse import ChunkWriter, EventStream, event_stream
 from cluster.ingress.style import CHAT, COMPLETION, Style, document
 from engine.config import EngineConfig
+from engine.request import SamplingParams
+from engine.text.tokenizer import Tokenizer
 
 
 class Service:
@@ -55,14 +56,15 @@ class Service:
         limits = await self.limits()
         prompt = await self.prompts.read_chat(request, limits)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._job(request, CHAT, [prompt], request.output_limit, logprobs, limits, TextOptions())
+        text = TextOptions(continues_text=request.continue_final_message)
+        return self._job(request, CHAT, [prompt], request.output_limit, logprobs, limits, text)
 
     async def completion_job(self, request: CompletionRequest) -> Job:
         self.check_model(request.model)
         limits = await self.limits()
         prompts = await self.prompts.read_completion(request, limits)
         scores_only = request.max_tokens == 0
-        text = TextOptions(echo=request.echo, scores_only=scores_only)
+        text = TextOptions(echo=request.echo, continues_text=True, scores_only=scores_only)
         max_tokens = max(request.max_tokens, 1)
         if "max_tokens" not in request.model_fields_set:
             max_tokens = min(max_tokens, *(limits.max_model_len - len(p.token_ids) for p in prompts))
@@ -78,22 +80,8 @@ class Service:
         limits: Limits,
         text: TextOptions,
     ) -> Job:
-        seed = self.seeds.resolve(request.seed)
-        scored_prompt = request.prompt_logprobs
-        if text.echo and logprobs is not None:
-            scored_prompt = max(logprobs, scored_prompt or 0)
-        sampling = sampling_params(
-            request,
-            limits,
-            max_tokens=resolve_max_tokens(max_tokens, len(prompts[0].token_ids), limits),
-            seed=seed,
-            logprobs=logprobs,
-            prompt_logprobs=scored_prompt,
-        )
-        samplings = [
-            replace(sampling, max_tokens=resolve_max_tokens(max_tokens, len(p.token_ids), limits)) for p in prompts
-        ]
         job_id = new_id(style.id_prefix)
+        samplings = self._samplings(request, prompts, max_tokens, logprobs, limits, echo=text.echo)
         options = request.stream_options
         return Job(
             id=job_id,
@@ -110,6 +98,31 @@ class Service:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
         )
+
+    def _samplings(
+        self,
+        request: CompletionFields,
+        prompts: list[Prompt],
+        max_tokens: int | None,
+        logprobs: int | None,
+        limits: Limits,
+        *,
+        echo: bool,
+    ) -> list[SamplingParams]:
+        """One per prompt; they differ in max_tokens only, where that is what the context leaves."""
+        room = [resolve_max_tokens(max_tokens, len(prompt.token_ids), limits) for prompt in prompts]
+        prompt_logprobs = request.prompt_logprobs
+        if echo and logprobs is not None:
+            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+        sampling = sampling_params(
+            request,
+            limits,
+            max_tokens=min(room),
+            seed=self.seeds.resolve(request.seed),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        return [replace(sampling, max_tokens=most) for most in room]
 
     async def complete(self, job: Job, style: Style) -> dict[str, Any]:
         """The whole answer."""

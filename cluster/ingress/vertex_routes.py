@@ -95,7 +95,9 @@ async def _predict(service: Service, job: Job, instance: VertexInstance | None) 
         return await service.complete(job, CHAT)
     answer = await service.complete(job, COMPLETION)
     output: str = answer["choices"][0]["text"]
-    return output if instance.raw_response else f"Prompt:\n{instance.prompt.strip()}\nOutput:\n{output.strip(chr(10))}"
+    if instance.raw_response:
+        return output
+    return "Prompt:\n" + instance.prompt.strip() + "\nOutput:\n" + output.strip("\n")
 
 
 def _chat_body(body: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from cluster.ingress.app import build_api
 from engine.backend import BackendInfo
 from engine.config import EngineConfig
 from engine.request import EngineRequest, FinishReason, RequestOutput
-from engine.text.tokenizer import Tokenizer, load_tokenizer
-from tests.cluster.ingress.local_client import LocalEngineClient, serve_api
+from engine.text.tokenizer import Tokenizer
+from tests.cluster.ingress.local_client import LocalEngineClient, demo_tokenizer, serve_api
 from tests.e2e.browser import ask, chromium, chromium_path
 
 expect.set_options(timeout=30_000)  # a busy machine is slow, not wrong
@@ -85,7 +85,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[str, ScriptedClient]]:
     config = EngineConfig.from_args({"backend": "mock", "mock_step_ms": 5})
-    tokenizer = load_tokenizer(config)
+    tokenizer = demo_tokenizer()
     client = ScriptedClient(config, tokenizer)
     client.start()
     try:

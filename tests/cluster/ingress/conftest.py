@@ -1,4 +1,4 @@
-"""One server for all tests of a module, and the official client for it."""
+"""One server for most tests of the protocol, and the official client for it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import openai
 import pytest
 
 from backends.mock import mock_tokens
-from engine.text.tokenizer import Tokenizer, load_tokenizer
-from tests.cluster.ingress.local_client import LocalServer, local_server
+from engine.text.tokenizer import Tokenizer
+from tests.cluster.ingress.local_client import LocalServer, demo_tokenizer, local_server
 
 Solo = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[LocalServer]:
     with local_server(max_model_len=2048) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(server: LocalServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as opened:
         yield opened
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def http(server: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=30) as opened:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def tokenizer(server: LocalServer) -> Tokenizer:
-    return load_tokenizer(server.config)
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return demo_tokenizer()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def solo(tokenizer: Tokenizer) -> Solo:
     """The text that the mock model answers a prompt with, computed without any server."""
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,9 +21,15 @@ from engine.backend import Backend, BackendInfo
 from engine.config import EngineConfig
 from engine.core import EngineCore, EngineStoppedError, QueueFullError
 from engine.request import EngineRequest, RequestOutput
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 FIRST_PORT, LAST_PORT = 8200, 8299
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    """SmolLM2's; loading it takes a second or two."""
+    return load_tokenizer(EngineConfig())
 
 
 class LocalEngineClient:
@@ -115,7 +122,7 @@ def local_server(*, eos_every: int = 0, backend: Backend | None = None, **option
     client = LocalEngineClient(config, backend or MockBackend(config, eos_every=eos_every))
     client.start()
     try:
-        with serve_api(build_api(config, client, load_tokenizer(config))) as url:
+        with serve_api(build_api(config, client, demo_tokenizer())) as url:
             yield LocalServer(url=url, config=config, client=client)
     finally:
         client.core.stop()

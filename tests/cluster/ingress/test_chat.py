@@ -118,7 +118,7 @@ def test_logprobs_have_tokens_bytes_and_alternatives(client: openai.OpenAI) -> N
     for item in logprobs.content:
         assert item.logprob == pytest.approx(-0.6931, abs=1e-3)
         assert item.bytes == list(item.token.encode())
-        assert [alternative.token for alternative in item.top_logprobs][0] == item.token
+        assert item.top_logprobs[0].token == item.token
         assert len(item.top_logprobs) == 2
 
 

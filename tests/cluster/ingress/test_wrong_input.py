@@ -7,6 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.ingress.protocol.chat import ChatRequest
+from cluster.ingress.protocol.completion import CompletionRequest
+from cluster.ingress.protocol.unavailable import CHAT as CHAT_NEUTRAL
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -168,8 +174,21 @@ def test_a_wrong_message_is_a_400_saying_where(http: httpx.Client, message: obje
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"hello", b"{", b"[]", b"5", b"null", b'"x"', b"\xff\xfe", b'{"a":' * 5000, b'{"temperature": NaN}']
-    + [b'{"temperature": Infinity}', b'{"seed": ' + b"9" * 5000 + b"}", b"{'messages': []}"],
+    [
+        b"",
+        b"hello",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b"{'messages': []}",
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 5000,
+    ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, "/generate"])
 def test_what_is_not_a_json_object_is_a_400(http: httpx.Client, route: str, body: bytes) -> None:
@@ -234,6 +253,25 @@ def test_an_error_before_the_first_token_is_no_stream(http: httpx.Client) -> Non
     response = http.post(CHAT, json={**VALID[CHAT], "stream": True, "top_k": -7})
     assert refusal(response) == (400, "top_k")
     assert response.headers["content-type"] == "application/json"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("text"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *CHAT_NEUTRAL, "instances"})
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(route=st.sampled_from([CHAT, COMPLETION, "/generate"]), body=st.dictionaries(NAMES, JSON, max_size=4))
+def test_no_body_whatever_makes_the_server_fail(http: httpx.Client, route: str, body: dict[str, Any]) -> None:
+    whole = {**VALID.get(route, {}), **body}
+    response = http.post(route, content=json.dumps(whole), headers={"content-type": "application/json"})
+    if response.status_code != 200:
+        assert refusal(response)[0] in (400, 404)
 
 
 def test_the_server_goes_on_after_all_of_it(http: httpx.Client) -> None:
