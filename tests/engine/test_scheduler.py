@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from engine.backend import Capabilities
-from engine.batch import FROM_DEVICE
+from engine.batch import FROM_DEVICE, StepResult
 from engine.request import FinishReason
 from tests.engine.driver import EOS, Driver
 
@@ -13,6 +15,12 @@ UNMIXED = Capabilities(mixed_batches=False)
 
 def prompt(length: int, start: int = 100) -> list[int]:
     return list(range(start, start + length))
+
+
+def prefills(driver: Driver) -> list[str]:
+    """Who prefilled, in order."""
+    rows = [row for step in driver.batches for row in zip(step.rows, step.batch.query_lens, strict=True)]
+    return [state.request_id for state, query_len in rows if query_len > 1]
 
 
 def test_prompts_longer_than_the_budget_are_split_and_decode_rows_come_first() -> None:
@@ -163,12 +171,21 @@ def test_the_latest_admitted_request_is_preempted_and_resumed_before_anybody_who
     driver.step()
     assert driver.scheduler.num_waiting == 1  # 3 blocks each, and one in reserve
     driver.run()
+    assert prefills(driver)[:4] == ["r0", "r1", "r1", "r2"]
     assert driver.metrics.num_preemptions >= 1
-    last_row = {state.request_id: step.batch.step for step in driver.batches for state in step.rows}
-    ends = sorted(last_row, key=last_row.__getitem__)
-    assert ends == ["r0", "r1", "r2"]
     assert all(driver.tokens(name) == driver.expected(name) for name in driver.states)
     driver.assert_empty()
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight_and_keeps_it() -> None:
+    driver = Driver()
+    driver.submit(prompt(20))
+    for _ in range(3):
+        driver.step()
+    driver.scheduler._preempt(driver.states["r0"])
+    assert driver.scheduler.schedule() is None
+    driver.run()
+    assert driver.tokens("r0") == driver.expected("r0")
 
 
 def test_a_request_whose_last_step_is_dispatched_is_never_preempted() -> None:
@@ -176,10 +193,7 @@ def test_a_request_whose_last_step_is_dispatched_is_never_preempted() -> None:
     driver.submit(prompt(16), max_tokens=30)
     driver.submit(prompt(24, start=500), max_tokens=9)
     driver.run()
-    prefills = [
-        s.request_id for step in driver.batches for s, n in zip(step.rows, step.batch.query_lens, strict=True) if n > 1
-    ]
-    assert prefills == ["r0", "r1", "r0"]  # r0 needed a block when r1's last step was in flight
+    assert prefills(driver) == ["r0", "r1", "r0"]  # r0 needed a block when r1's last step was in flight
     assert all(driver.tokens(name) == driver.expected(name) for name in driver.states)
 
 
@@ -289,3 +303,21 @@ def test_row_limits_hold() -> None:
     driver.run()
     assert max(step.batch.num_rows for step in driver.batches) == 3
     assert max(int((step.batch.query_lens > 1).sum()) for step in driver.batches) == 2
+
+
+def test_a_decode_step_of_64_rows_costs_the_host_less_than_a_millisecond() -> None:
+    driver = Driver(max_decode_seqs=64, num_blocks=2000, max_num_batched_tokens=1024)
+    for index in range(64):
+        driver.submit(prompt(16, start=100 + index), max_tokens=100)
+    costs = []
+    previous = None
+    for step in range(100):
+        start = time.thread_time()
+        scheduled = driver.scheduler.schedule()
+        assert scheduled is not None
+        if previous is not None:
+            tokens = np.full(previous.batch.num_rows, 1000, np.int32)
+            driver.scheduler.collect(previous, StepResult(step=step - 1, token_ids=tokens))
+        costs.append(time.thread_time() - start)
+        previous = scheduled
+    assert float(np.median(costs)) < 0.001
