@@ -27,7 +27,7 @@ def test_a_hanging_engine_is_unhealthy_and_a_dead_one_is_replaced(serve_url: str
 
 
 def test_health_says_so_when_a_step_takes_longer_than_its_deadline(serve_url: str) -> None:
-    with deployed(serve_url, "slow", mock_step_ms=6000, step_deadline_s=0.5) as url, ThreadPoolExecutor(1) as pool:
+    with deployed(serve_url, "slow", mock_step_ms=2500, step_deadline_s=0.5) as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(completion, url, max_tokens=2)
         eventually(lambda: httpx.get(f"{url}/health", timeout=15).status_code == 503, 10)
         health = httpx.get(f"{url}/health", timeout=15)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels
 
 from tests.cluster.apps import completion, deployed, eventually, metric
 
 RUNNING, WAITING = 4, 4
+PANEL_METRICS = {
+    "ray_vllm_num_requests_running",
+    "ray_vllm_num_requests_waiting",
+    "ray_vllm_kv_cache_usage_perc",
+    "ray_vllm_generation_tokens_total",
+    "ray_vllm_prompt_tokens_total",
+    "ray_vllm_prefix_cache_queries_total",
+    "ray_vllm_prefix_cache_hits_total",
+    "ray_vllm_request_success_total",
+    "ray_vllm_time_to_first_token_seconds_bucket",
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +106,23 @@ def test_one_scrape_answers_for_all_replicas(url: str) -> None:
     assert len(metric(url, "sliceserve_http_requests_open")) == 2
     assert sum(metric(url, "sliceserve_compilations_after_warmup_total").values()) == 0
     assert sum(metric(url, "vllm:time_to_first_token_seconds_count").values()) >= sent
+
+
+def test_rays_own_metrics_have_the_names_that_its_llm_panels_ask_for(url: str) -> None:
+    assert completion(url).status_code == 200
+    page = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+
+    def exported() -> dict[str, dict[str, str]]:
+        families = text_string_to_metric_families(httpx.get(page, timeout=15).text)
+        return {sample.name: sample.labels for family in families for sample in family.samples}
+
+    panels = inspect.getsource(serve_llm_dashboard_panels)
+    assert all(name.removesuffix("_bucket") in panels for name in PANEL_METRICS)
+    eventually(lambda: exported().keys() >= PANEL_METRICS, 45)
+    labels = exported()["ray_vllm_time_to_first_token_seconds_bucket"]
+    assert labels["model_name"] == "SmolLM2-135M-Instruct"
+    assert labels["WorkerId"]
+    assert "le" in labels
 
 
 def test_health_is_good_while_the_engine_works(url: str) -> None:
