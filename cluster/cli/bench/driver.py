@@ -130,7 +130,8 @@ async def _send(
 ) -> RequestRecord:
     body = endpoint.body(item)
     reader = StreamReader(chat=endpoint.chat)
-    sent = arrived if arrived is not None else time.perf_counter()
+    now = time.perf_counter()
+    sent = now if arrived is None else min(arrived, now)  # the event loop's timers may be a millisecond early
     try:
         await client.post(endpoint.path, body, reader.feed, timeout_s=endpoint.timeout_s)
     except HttpError as error:
