@@ -38,6 +38,7 @@ class Service:
         self.model_name = config.model_name
         self._timeout_s = config.request_timeout_s
         self._tokenizer = tokenizer
+        _ = tokenizer.table  # built now, so that the first request does not wait for it
         self._runner = Runner(client=client, tokenizer=tokenizer)
         self.prompts = PromptReader(tokenizer)
         self.seeds = SeedSource(config.seed, replica)
