@@ -22,6 +22,9 @@ DRAIN_TIMEOUT_S = 120.0
 CONSTRUCTOR_TRIES = 2
 """Loading either works, or fails for a reason that another try does not change, or (rarely) the node died meanwhile."""
 
+LOGGING = {"enable_access_log": False}
+"""A line per request and hop costs more than the hop; the metrics count requests."""
+
 ENGINE_CPUS = 0.5
 INGRESS_CPUS = 0.1
 """What placement counts with. Small, so that everything fits a machine with one core; processes use what there is."""
@@ -46,6 +49,7 @@ def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
+        logging_config=LOGGING,
     )(EngineServer).bind(config)
     ingress = serve.deployment(
         name="Ingress",
@@ -57,5 +61,6 @@ def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
+        logging_config=LOGGING,
     )(ray_compat.late_bound_ingress(IngressServer))
     return ingress.bind(config, engine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -18,6 +19,7 @@ MAX_FRAME_BYTES = 64 << 20
 """Prompt logprobs of a long prompt are the largest thing in a frame: about 1 KiB per token."""
 
 Row = tuple[Any, ...]
+_SHORT = 3  # fields of a row that has none of the rarer ones
 
 
 def to_row(stream: int, output: RequestOutput) -> Row:
@@ -38,7 +40,7 @@ def to_row(stream: int, output: RequestOutput) -> Row:
 
 def from_row(request_id: str, row: Row) -> RequestOutput:
     """The output that `to_row` was given."""
-    if len(row) == 3:
+    if len(row) == _SHORT:
         return RequestOutput(request_id=request_id, token_ids=row[1], num_cached_tokens=row[2])
     _, token_ids, cached, reason, stop_token_id, error, logprobs, prompt_logprobs = row
     return RequestOutput(
@@ -51,6 +53,16 @@ def from_row(request_id: str, row: Row) -> RequestOutput:
         logprobs=_unpack_logprobs(logprobs),
         prompt_logprobs=_unpack_logprobs(prompt_logprobs),
     )
+
+
+def from_rows(request_id: str, rows: Sequence[Row]) -> RequestOutput:
+    """One output in place of those of consecutive rows of the same request."""
+    if len(rows) == 1:
+        return from_row(request_id, rows[0])
+    if all(len(row) == _SHORT for row in rows):
+        tokens = tuple(chain.from_iterable(row[1] for row in rows))
+        return RequestOutput(request_id=request_id, token_ids=tokens, num_cached_tokens=rows[0][2])
+    return merge([from_row(request_id, row) for row in rows])
 
 
 def encode(rows: Iterable[Row]) -> bytes:

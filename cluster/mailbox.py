@@ -38,11 +38,11 @@ class Inbox:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self._pending: list[RequestOutput] = []
+        self._pending: list[frames.Row] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: RequestOutput) -> None:
-        self._pending.append(output)
+    def put(self, row: frames.Row) -> None:
+        self._pending.append(row)
         self.wake()
 
     def wake(self) -> None:
@@ -53,8 +53,8 @@ class Inbox:
     def take(self) -> RequestOutput | None:
         if not self._pending:
             return None
-        outputs, self._pending = self._pending, []
-        return frames.merge(outputs)
+        rows, self._pending = self._pending, []
+        return frames.from_rows(self.request_id, rows)
 
     async def wait(self) -> None:
         """Returns at the next `put` or `wake`, or at once when something is there."""
@@ -102,7 +102,7 @@ class Mailbox:
         for row in rows:
             inbox = inboxes.get(row[0])
             if inbox is not None:
-                inbox.put(frames.from_row(inbox.request_id, row))
+                inbox.put(row)
 
     def close(self) -> None:
         if self._server is not None:
