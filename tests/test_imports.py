@@ -42,6 +42,20 @@ def test_the_engine_loads_no_ray_jax_or_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_demo_model_s_tokenizer_needs_no_torch(tmp_path: Path) -> None:
+    """Users install no PyTorch, but tests do, so that a need for it would go unnoticed."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from engine.config import EngineConfig\nfrom engine.text.tokenizer import load_tokenizer\n"
+        "load_tokenizer(EngineConfig())"
+    )
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}  # no cache of converted tokenizers
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+
+
 def test_only_ray_compat_uses_ray_s_private_apis() -> None:
     found = []
     for path in product_files():
