@@ -99,5 +99,6 @@ class Backend(ABC):
         """Programs compiled since warmup() returned; anything but 0 is a bug that costs users seconds."""
         return 0
 
+    @abstractmethod
     def close(self) -> None:
         """Frees devices and memory. The backend can't be used afterwards."""

