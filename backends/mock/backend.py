@@ -102,6 +102,9 @@ class MockBackend(Backend):
         )
         return _MockStep(result, self._busy_until)
 
+    def close(self) -> None:
+        """There is nothing to free."""
+
     def _cost_s(self, batch: StepBatch) -> float:
         prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
         return (self._config.mock_step_ms + self._config.mock_prefill_ms_per_token * prefill_tokens) / 1000
