@@ -30,6 +30,7 @@ from backends.jax.memory import KVPlan, device_memory_bytes, plan_kv_cache
 from backends.jax.model import Decoder, Params
 from backends.jax.model_config import ModelConfig, read_model_config
 from backends.jax.native.build import BuildError
+from backends.jax.operations import NativeOperations, XlaOperations
 from backends.jax.result import DispatchedStep
 from backends.jax.sampling import sample_native, sample_xla
 from backends.jax.sharding import create_mesh, sharding
@@ -92,8 +93,10 @@ class JaxBackend(Backend):
         )
         self._info = self._describe(model, attention, plan, use_native)
         self._allocate(attention, plan, progress)
+        operations = NativeOperations() if use_native else XlaOperations()
         self._program = StepProgram(
-            decoder=Decoder(config=model, attention=attention), sampler=sample_native if use_native else sample_xla
+            decoder=Decoder(config=model, attention=attention, operations=operations),
+            sampler=sample_native if use_native else sample_xla,
         )
         self._buckets = Buckets(
             config,

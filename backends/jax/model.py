@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from backends.jax.attention import AttentionInputs, PagedAttention
 from backends.jax.model_config import ModelConfig
-from backends.jax.rope import cos_sin, inverse_frequencies, rotate
+from backends.jax.operations import Operations
+from backends.jax.rope import Rotary, inverse_frequencies
 from backends.jax.weights import Weight
 
 Params = Mapping[str, Any]
@@ -72,50 +73,34 @@ class Decoder:
 
     config: ModelConfig
     attention: PagedAttention
+    operations: Operations
 
     def __call__(
         self, params: Params, cache: jax.Array, token_ids: jax.Array, inputs: AttentionInputs
     ) -> tuple[jax.Array, jax.Array]:
         """token_ids [T] -> hidden states after the final norm [T, hidden] float32, and the updated cache."""
         x = params["embed"].take_rows(token_ids)
-        cos, sin = cos_sin(inputs.positions, inverse_frequencies(self.config))
+        rotary = Rotary.at(inputs.positions, inverse_frequencies(self.config))
 
         def one_layer(index: jax.Array, layer: Params, x: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = rms_norm(x, layer["input_norm"], self.config.rms_norm_eps)
-            attended, cache = self._attend(index, layer, h, cache, cos, sin, inputs)
-            x = x + attended
-            h = rms_norm(x, layer["post_norm"], self.config.rms_norm_eps)
-            gate, up = jnp.split(linear(layer, "gate_up", h, inputs), 2, axis=-1)
-            return x + linear(layer, "down", jax.nn.silu(gate) * up, inputs), cache
+            h = self._norm(x, layer["input_norm"], inputs)
+            qkv = linear(layer, "qkv", h, inputs).reshape(h.shape[0], -1, self.config.head_dim)
+            attended, cache = self.attention(qkv, rotary, cache, index, inputs)
+            x = x + linear(layer, "o", attended.reshape(h.shape[0], -1), inputs)
+            h = self._norm(x, layer["post_norm"], inputs)
+            inner = self.operations.gated_silu(linear(layer, "gate_up", h, inputs), inputs.num_tokens)
+            return x + linear(layer, "down", inner, inputs), cache
 
         x, cache = for_each_layer(params["layers"], self.config.num_layers, one_layer, x, cache)
-        return rms_norm(x, params["final_norm"], self.config.rms_norm_eps), cache
+        return self._norm(x, params["final_norm"], inputs), cache
 
     def logits(self, params: Params, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
         """hidden [R, hidden] -> [R, vocab] float32; rows from num_rows [1] on may be anything finite."""
         head: Weight = params["embed"] if self.config.tie_embeddings else params["lm_head"]
         return head.linear(hidden, num_rows)
 
-    def _attend(
-        self,
-        index: jax.Array,
-        layer: Params,
-        h: jax.Array,
-        cache: jax.Array,
-        cos: jax.Array,
-        sin: jax.Array,
-        inputs: AttentionInputs,
-    ) -> tuple[jax.Array, jax.Array]:
-        c = self.config
-        qkv = linear(layer, "qkv", h, inputs).reshape(h.shape[0], -1, c.head_dim)
-        q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
-        out, cache = self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cache, index, inputs)
-        return linear(layer, "o", out.reshape(h.shape[0], -1), inputs), cache
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+    def _norm(self, x: jax.Array, weight: jax.Array, inputs: AttentionInputs) -> jax.Array:
+        return self.operations.rms_norm(x, weight, self.config.rms_norm_eps, inputs.num_tokens)
 
 
 def linear(layer: Params, name: str, x: jax.Array, inputs: AttentionInputs) -> jax.Array:

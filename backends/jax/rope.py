@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,13 +39,22 @@ def _llama3(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
     return np.where((wavelength <= longest) & (wavelength >= shortest), blended, scaled).astype(np.float32)
 
 
-def cos_sin(positions: jax.Array, frequencies: Frequencies) -> tuple[jax.Array, jax.Array]:
-    """positions [T] -> cosines and sines, each [T, 1, head_dim / 2] float32."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Cosines and sines of a step's tokens, each [T, head_dim / 2] float32."""
 
+    cos: jax.Array
+    sin: jax.Array
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    @classmethod
+    def at(cls, positions: jax.Array, frequencies: Frequencies) -> Rotary:
+        """positions [T], frequencies [head_dim / 2]."""
+        angles = positions.astype(jnp.float32)[:, None] * frequencies
+        return cls(cos=jnp.cos(angles), sin=jnp.sin(angles))
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
+        first, second = jnp.split(x, 2, axis=-1)
+        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

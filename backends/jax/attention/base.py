@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from backends.jax.rope import Rotary
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,12 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+        self, qkv: jax.Array, rotary: Rotary, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
     ) -> tuple[jax.Array, jax.Array]:
-        """Stores k and v [T, kv_heads, d] in their blocks and attends with q [T, heads, d] (all float32).
+        """Rotates queries and keys, stores keys and values in their blocks, and attends.
+
+        Args:
+            qkv: [T, heads + 2 kv_heads, d] float32: query, key and value heads, not rotated yet.
 
         Returns:
             The heads' outputs [T, heads, d] float32 (padding rows hold anything finite), and the updated cache.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from backends.jax import native
 from backends.jax.attention.base import AttentionInputs, PagedAttention
+from backends.jax.rope import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +24,19 @@ class NativeAttention(PagedAttention):
         return jax.ShapeDtypeStruct(shape, jnp.float32 if self.dtype == "float32" else jnp.uint16)
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+        self, qkv: jax.Array, rotary: Rotary, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
     ) -> tuple[jax.Array, jax.Array]:
         return native.ragged_attention(
-            q,
-            k,
-            v,
+            qkv,
+            rotary.cos,
+            rotary.sin,
             cache,
             layer,
             inputs.block_tables,
             inputs.kv_lens,
             inputs.query_starts,
             inputs.num_rows,
+            num_heads=self.num_heads,
             scale=self.scale,
             window=self.window or 0,
         )

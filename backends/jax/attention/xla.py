@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from backends.jax.attention.base import AttentionInputs, PagedAttention
+from backends.jax.rope import Rotary
 
 QUERY_TILE = 32  # tokens
 
@@ -25,8 +26,10 @@ class XlaAttention(PagedAttention):
         return jax.ShapeDtypeStruct(shape, jnp.float32 if self.dtype == "float32" else jnp.uint16)
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
+        self, qkv: jax.Array, rotary: Rotary, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs
     ) -> tuple[jax.Array, jax.Array]:
+        q, k, v = jnp.split(qkv, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
+        q, k = rotary.rotate(q), rotary.rotate(k)
         cache = self._write(k, v, cache, layer, inputs)
         grouped = (q * self.scale).reshape(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         if inputs.decode_only:

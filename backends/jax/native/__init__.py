@@ -1,4 +1,4 @@
-"""CPU kernels in C++, called through jax.ffi: a linear layer over packed weights, ragged paged attention, sampling.
+"""CPU kernels in C++, called through jax.ffi: linear layers over packed weights, norms, ragged attention, sampling.
 
 XLA's CPU matrix products run bfloat16 at a tenth of what the machine can do, and it has no ragged attention.
 `load_kernels` compiles (once) and registers them; the functions below are their typed faces.
@@ -19,6 +19,8 @@ BLOCK = 32
 """Outputs per packed weight block (kBlock in linear.h)."""
 _TARGETS = {
     "sliceserve_linear": "SliceserveLinear",
+    "sliceserve_rms_norm": "SliceserveRmsNorm",
+    "sliceserve_gated_silu": "SliceserveGatedSilu",
     "sliceserve_attention": "SliceserveAttention",
     "sliceserve_sample": "SliceserveSample",
 }
@@ -81,10 +83,22 @@ def sample(
     return call(logits, temperature, top_k, top_p, min_p, uniform, num_rows)
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, num_tokens: jax.Array, *, epsilon: float) -> jax.Array:
+    """x [t, n] / rms(x) * weight [n], float32; rows from num_tokens [1] on come back as zeros."""
+    call = jax.ffi.ffi_call("sliceserve_rms_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, weight, num_tokens, epsilon=np.float32(epsilon))
+
+
+def gated_silu(gate_up: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """silu(gate) * up for gate_up [t, 2 n] float32 -> [t, n]; rows from num_tokens [1] on come back as zeros."""
+    result = jax.ShapeDtypeStruct((gate_up.shape[0], gate_up.shape[1] // 2), jnp.float32)
+    return jax.ffi.ffi_call("sliceserve_gated_silu", result)(gate_up, num_tokens)
+
+
 def ragged_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
     cache: jax.Array,
     layer: jax.Array,
     block_tables: jax.Array,
@@ -92,26 +106,18 @@ def ragged_attention(
     query_starts: jax.Array,
     num_rows: jax.Array,
     *,
+    num_heads: int,
     scale: float,
     window: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes k and v [t, kv_heads, d] into the cache and attends with q [t, heads, d]; all float32.
+    """Rotates, writes keys and values into the cache and attends; qkv [t, heads + 2 kv_heads, d] float32.
 
-    cache [layers, blocks, 2, kv_heads, block_size * d] (uint16 or float32) is updated in place and returned second.
+    cos and sin are [t, d / 2]. cache [layers, blocks, 2, kv_heads, block_size * d] (uint16 or float32) is updated in
+    place and returned behind the heads' outputs [t, heads, d].
     """
-    results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(cache.shape, cache.dtype))
+    result = jax.ShapeDtypeStruct((qkv.shape[0], num_heads, qkv.shape[2]), jnp.float32)
+    results = (result, jax.ShapeDtypeStruct(cache.shape, cache.dtype))
     call = jax.ffi.ffi_call("sliceserve_attention", results, input_output_aliases={3: 1})
-    out, cache = call(
-        q,
-        k,
-        v,
-        cache,
-        layer,
-        block_tables,
-        kv_lens,
-        query_starts,
-        num_rows,
-        scale=np.float32(scale),
-        window=np.int64(window),
-    )
+    arrays = (qkv, cos, sin, cache, layer, block_tables, kv_lens, query_starts, num_rows)
+    out, cache = call(*arrays, scale=np.float32(scale), window=np.int64(window))
     return out, cache

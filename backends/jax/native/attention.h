@@ -1,4 +1,5 @@
-// Ragged paged attention: writes the step's keys and values into their blocks, then attends (flash style, exact).
+// Ragged paged attention: rotates queries and keys, writes the step's keys and values into their blocks, then attends
+// (flash style, exact).
 //
 // A block of one layer and kv head holds its keys and values in tiles of up to 32 tokens: keys as [d / kPair][tile][kPair]
 // and values as [tile / kPair][d][kPair], which is what `Tile` multiplies with. Query tokens of one row are taken in
@@ -30,7 +31,8 @@ struct AttentionShape {
 template <typename T>
 struct Attention {
   AttentionShape shape;
-  const float *q, *k, *v;      // [t, heads or kv_heads, dim]
+  const float* qkv;            // [t, heads + 2 kv_heads, dim], not rotated yet
+  const float *cos, *sin;      // [t, dim / 2]
   T* cache;                    // one layer: [blocks, 2, kv_heads, block_size * dim]
   const int32_t *tables, *kv_lens, *query_starts;
   int64_t rows;
@@ -46,15 +48,32 @@ struct Attention {
     return cache + (((block * 2 + which) * shape.kv_heads + head) * shape.block_size + in_block) * shape.dim;
   }
 
+  const float* Vector(int64_t token, int64_t index) const {
+    return qkv + (token * (shape.heads + 2 * shape.kv_heads) + index) * shape.dim;
+  }
+
+  // Rotary embedding of a query or key, times `factor`; pairs are (i, i + dim / 2).
+  void Rotate(int64_t token, const float* __restrict x, float factor, float* __restrict y) const {
+    const int64_t half = shape.dim / 2;
+    const float *c = cos + token * half, *s = sin + token * half;
+    for (int64_t i = 0; i < half; ++i) {
+      y[i] = (x[i] * c[i] - x[i + half] * s[i]) * factor;
+      y[i + half] = (x[i + half] * c[i] + x[i] * s[i]) * factor;
+    }
+  }
+
   void Write(int64_t row, int64_t index) const {
-    const int64_t first = query_starts[row], count = query_starts[row + 1] - first;
+    const int64_t first = query_starts[row], count = query_starts[row + 1] - first, token = first + index;
     const int64_t position = kv_lens[row] - count + index, slot = position % tile(), d = shape.dim;
+    thread_local std::vector<float> rotated;
+    rotated.resize(d);
     for (int64_t h = 0; h < shape.kv_heads; ++h) {
-      const int64_t source = ((first + index) * shape.kv_heads + h) * d;
+      Rotate(token, Vector(token, shape.heads + h), 1.0f, rotated.data());
+      const float* v = Vector(token, shape.heads + shape.kv_heads + h);
       T* keys = TileOf(row, position, h, 0);
       T* values = TileOf(row, position, h, 1);
-      for (int64_t i = 0; i < d; ++i) keys[(i / P * tile() + slot) * P + i % P] = Element<T>::From(k[source + i]);
-      for (int64_t i = 0; i < d; ++i) values[(slot / P * d + i) * P + slot % P] = Element<T>::From(v[source + i]);
+      for (int64_t i = 0; i < d; ++i) keys[(i / P * tile() + slot) * P + i % P] = Element<T>::From(rotated[i]);
+      for (int64_t i = 0; i < d; ++i) values[(slot / P * d + i) * P + slot % P] = Element<T>::From(v[i]);
     }
   }
 
@@ -97,8 +116,8 @@ struct Attention {
     s.queries.resize(queries * d), s.scores.resize(queries * kSpan);
     s.acc.assign(queries * d, 0.0f), s.maxima.assign(queries, -kInfinity), s.totals.assign(queries, 0.0f);
     for (int64_t m = 0; m < queries; ++m) {
-      const float* source = q + ((first + start + m / group) * shape.heads + head * group + m % group) * d;
-      for (int64_t i = 0; i < d; ++i) s.queries[m * d + i] = source[i] * shape.scale;
+      const int64_t token = first + start + m / group;
+      Rotate(token, Vector(token, head * group + m % group), shape.scale, &s.queries[m * d]);
     }
     for (int64_t span = oldest / kSpan * kSpan; span <= last; span += kSpan) {
       const int64_t end = std::min(span + kSpan, (last / (L * NV) + 1) * (L * NV));

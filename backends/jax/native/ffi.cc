@@ -1,5 +1,6 @@
 // What XLA calls: argument checking, then linear.h and attention.h. The Python side is backends/jax/native/__init__.py.
 #include "attention.h"
+#include "elementwise.h"
 #include "linear.h"
 #include "sampling.h"
 
@@ -24,24 +25,52 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
-// q [t, heads, d], k and v [t, kv_heads, d] (float32); cache [layers, blocks, 2, kv_heads, block_size * d], updated in
-// place; tables [rows, max_blocks], kv_lens [rows], query_starts [rows + 1], num_rows [1] -> out [t, heads, d], cache
-ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                         ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> tables,
-                         ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> num_rows,
-                         ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::Result<ffi::AnyBuffer> new_cache, float scale,
-                         int64_t window) {
+// x [t, n], weight [n], rows [1] -> y [t, n] (rows behind `rows` become 0)
+ffi::Error RmsNormImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                       ffi::Buffer<ffi::S32> rows, ffi::Result<ffi::Buffer<ffi::F32>> y, float epsilon) {
+  const int64_t t = x.dimensions()[0], n = x.dimensions()[1];
+  const int64_t valid = std::clamp<int64_t>(rows.typed_data()[0], 0, t);
+  float* out = y->typed_data();
+  ForRows(pool, valid, n, [&](int64_t r) {
+    RmsNormRow(x.typed_data() + r * n, weight.typed_data(), n, epsilon, out + r * n);
+  });
+  std::memset(out + valid * n, 0, (t - valid) * n * sizeof(float));
+  return ffi::Error::Success();
+}
+
+// gate_up [t, 2 n], rows [1] -> silu(gate) * up [t, n] (rows behind `rows` become 0)
+ffi::Error GatedSiluImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> gate_up, ffi::Buffer<ffi::S32> rows,
+                         ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  const int64_t t = y->dimensions()[0], n = y->dimensions()[1];
+  const int64_t valid = std::clamp<int64_t>(rows.typed_data()[0], 0, t);
+  float* out = y->typed_data();
+  ForRows(pool, valid, n, [&](int64_t r) {
+    const float* gate = gate_up.typed_data() + r * 2 * n;
+    GatedSiluRow(gate, gate + n, n, out + r * n);
+  });
+  std::memset(out + valid * n, 0, (t - valid) * n * sizeof(float));
+  return ffi::Error::Success();
+}
+
+// qkv [t, heads + 2 kv_heads, d] not rotated yet, cos and sin [t, d / 2]; cache [layers, blocks, 2, kv_heads,
+// block_size * d], updated in place; tables [rows, max_blocks], kv_lens [rows], query_starts [rows + 1], num_rows [1]
+// -> out [t, heads, d], cache
+ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> cos,
+                         ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> layer,
+                         ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> query_starts,
+                         ffi::Buffer<ffi::S32> num_rows, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                         ffi::Result<ffi::AnyBuffer> new_cache, float scale, int64_t window) {
   if (new_cache->untyped_data() != cache.untyped_data())
     return ffi::Error::Internal("attention: the cache must be updated in place");
   const auto c = cache.dimensions();
-  const int64_t t = q.dimensions()[0], heads = q.dimensions()[1], dim = q.dimensions()[2], kv_heads = k.dimensions()[1];
-  AttentionShape shape{heads, kv_heads, dim, c[4] / dim, tables.dimensions()[1], window, scale};
+  const int64_t t = out->dimensions()[0], heads = out->dimensions()[1], dim = out->dimensions()[2];
+  const AttentionShape shape{heads, c[3], dim, c[4] / dim, tables.dimensions()[1], window, scale};
   const int64_t offset = layer.typed_data()[0] * c[1] * c[2] * c[3] * c[4];
   const int64_t rows = num_rows.typed_data()[0];
   const int32_t* starts = query_starts.typed_data();
   auto run = [&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
-    Attention<T>{shape, q.typed_data(), k.typed_data(), v.typed_data(), data + offset, tables.typed_data(),
+    Attention<T>{shape, qkv.typed_data(), cos.typed_data(), sin.typed_data(), data + offset, tables.typed_data(),
                  kv_lens.typed_data(), starts, rows, out->typed_data()}
         .Run(pool);
   };
@@ -76,6 +105,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveLinear, sliceserve::LinearImpl,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveRmsNorm, sliceserve::RmsNormImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("epsilon"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveGatedSilu, sliceserve::GatedSiluImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 

@@ -18,12 +18,11 @@ from backends.jax.attention import AttentionInputs, NativeAttention, PagedAttent
 from backends.jax.compilation import default_cache_dir
 from backends.jax.logits import RowParams
 from backends.jax.native.build import BuildError
+from backends.jax.operations import NativeOperations, Operations, XlaOperations
+from backends.jax.rope import Rotary
 from backends.jax.sampling import sample_native, sample_xla
 from backends.jax.weights import DenseWeight, PackedWeight
 from tests.backends.jax.references import causal_attention, cut_distribution
-
-ROUNDING = {"float32": 2e-6, "bfloat16": 4e-3}
-"""Largest error relative to the largest value: a float32 sum; keys and values of 8 bits."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,10 +60,18 @@ HEADS = st.sampled_from([(4, 4), (6, 2), (4, 1), (9, 3)])
     block_size=st.sampled_from([8, 16, 32, 2048]),
     window=st.sampled_from([None, 1, 20, 100]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    rotate=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_native_attention_over_random_ragged_batches(
-    step: Ragged, heads: tuple[int, int], dim: int, block_size: int, window: int | None, dtype: str, seed: int
+    step: Ragged,
+    heads: tuple[int, int],
+    dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: str,
+    rotate: bool,
+    seed: int,
 ) -> None:
     attention = NativeAttention(
         num_layers=2,
@@ -75,7 +82,7 @@ def test_native_attention_over_random_ragged_batches(
         window=window,
         dtype=dtype,
     )
-    check_attention(attention, step, seed)
+    check_attention(attention, step, rotate, seed)
 
 
 @settings(max_examples=12, deadline=None)
@@ -83,16 +90,19 @@ def test_native_attention_over_random_ragged_batches(
     step=ragged_steps(),
     window=st.sampled_from([None, 20]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
+    rotate=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_xla_attention_over_random_ragged_batches(step: Ragged, window: int | None, dtype: str, seed: int) -> None:
+def test_xla_attention_over_random_ragged_batches(
+    step: Ragged, window: int | None, dtype: str, rotate: bool, seed: int
+) -> None:
     attention = XlaAttention(
         num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16, block_size=8, window=window, dtype=dtype
     )
-    check_attention(attention, step, seed)
+    check_attention(attention, step, rotate, seed)
 
 
-def check_attention(attention: PagedAttention, step: Ragged, seed: int) -> None:
+def check_attention(attention: PagedAttention, step: Ragged, rotate: bool, seed: int) -> None:
     """Fills the cache with each row's older tokens in one step, runs the new ones in a second, compares both layers."""
     rng = np.random.default_rng(seed)
     block = attention.block_size
@@ -109,63 +119,82 @@ def check_attention(attention: PagedAttention, step: Ragged, seed: int) -> None:
         return values.astype(ml_dtypes.bfloat16).astype(np.float32) if attention.dtype == "bfloat16" else values
 
     d, kv = attention.head_dim, attention.num_kv_heads
-    keys = [rounded(n, kv, d) for n in step.kv_lens]
-    values = [rounded(n, kv, d) for n in step.kv_lens]
-    queries = [rng.standard_normal((n, attention.num_heads, d), np.float32) for n in step.kv_lens]
+    # Row by row: queries, keys and values of all its tokens, side by side as a projection gives them.
+    rows = [
+        np.concatenate([rng.standard_normal((n, attention.num_heads, d), np.float32), rounded(n, 2 * kv, d)], 1)
+        for n in step.kv_lens
+    ]
+    frequencies = rng.uniform(0, 1, d // 2) if rotate else np.zeros(d // 2)
     old = [total - new for total, new in zip(step.kv_lens, step.query_lens, strict=True)]
     layer = int(rng.integers(0, attention.num_layers))
+    runner = Runner(attention, layer, frequencies.astype(np.float32))
     if any(old):
-        rows = [r for r, n in enumerate(old) if n]
-        parts = [(queries[r][: old[r]], keys[r][: old[r]], values[r][: old[r]]) for r in rows]
-        _, cache = run_attention(attention, cache, layer, parts, [old[r] for r in rows], tables[rows])
-    parts = [(queries[r][o:], keys[r][o:], values[r][o:]) for r, o in enumerate(old)]
-    out, cache = run_attention(attention, cache, layer, parts, step.kv_lens, tables)
+        early = [r for r, n in enumerate(old) if n]
+        _, cache = runner.run(cache, [rows[r][: old[r]] for r in early], [old[r] for r in early], tables[early])
+    out, cache = runner.run(cache, [row[o:] for row, o in zip(rows, old, strict=True)], step.kv_lens, tables)
+    # Rotated keys are rounded again when they are stored; without rotation they are exact.
+    tolerance = 1e-5 if attention.dtype == "float32" or not (rotate or isinstance(attention, XlaAttention)) else 2e-2
     start = 0
-    for row, new in enumerate(step.query_lens):
-        expected = causal_attention(
-            queries[row][old[row] :].astype(np.float64),
-            keys[row].astype(np.float64),
-            values[row].astype(np.float64),
-            attention.window,
-        )
-        tolerance = 6e-3 if attention.dtype == "bfloat16" and isinstance(attention, XlaAttention) else 1e-5
-        np.testing.assert_allclose(out[start : start + new], expected, atol=tolerance * max(1, np.abs(expected).max()))
+    for row, total, new in zip(rows, step.kv_lens, step.query_lens, strict=True):
+        q, k, v = np.split(row.astype(np.float64), (attention.num_heads, attention.num_heads + kv), axis=1)
+        angles = np.arange(total)[:, None, None] * frequencies
+        expected = causal_attention(rotated(q, angles)[total - new :], rotated(k, angles), v, attention.window)
+        scale = max(1, np.abs(expected).max())
+        np.testing.assert_allclose(out[start : start + new], expected, atol=tolerance * scale)
         start += new
 
 
-def run_attention(
-    attention: PagedAttention,
-    cache: jax.Array,
-    layer: int,
-    parts: list[tuple[Any, Any, Any]],
-    kv_lens: list[int],
-    tables: Any,
-) -> tuple[Any, jax.Array]:
-    """One layer's attention of a step, padded by some tokens and two rows; returns the valid tokens' outputs."""
-    lengths = [len(q) for q, _, _ in parts]
-    tokens, rows = sum(lengths), len(lengths)
-    decode_only = tokens == rows
-    padding = 2 if decode_only else 5
+def rotated(x: Any, angles: Any) -> Any:
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
 
-    def flat(index: int) -> Any:
-        joined = np.concatenate([part[index] for part in parts])
-        return np.concatenate([joined, np.zeros((padding, *joined.shape[1:]), np.float32)])
 
-    positions = np.concatenate([np.arange(k - n, k) for n, k in zip(lengths, kv_lens, strict=True)])
-    starts = np.concatenate([[0], np.cumsum(lengths), [tokens, tokens]])
-    inputs = AttentionInputs(
-        positions=jnp.asarray(np.pad(positions, (0, padding)), jnp.int32),
-        token_rows=jnp.asarray(np.pad(np.repeat(np.arange(rows), lengths), (0, padding)), jnp.int32),
-        query_starts=jnp.asarray(starts, jnp.int32),
-        kv_lens=jnp.asarray(np.pad(kv_lens, (0, 2)), jnp.int32),
-        block_tables=jnp.asarray(np.pad(tables, ((0, 2), (0, 0)))),
-        num_rows=jnp.array([rows], jnp.int32),
-        num_tokens=jnp.array([tokens], jnp.int32),
-        decode_only=decode_only,
-    )
-    run = jax.jit(attention.__call__, donate_argnums=3)
-    out, cache = run(flat(0), flat(1), flat(2), cache, jnp.int32(layer), inputs)
-    return np.asarray(out)[:tokens], cache
+@dataclass
+class Runner:
+    attention: PagedAttention
+    layer: int
+    frequencies: Any
+
+    def run(self, cache: jax.Array, rows: list[Any], kv_lens: list[int], tables: Any) -> tuple[Any, jax.Array]:
+        """One layer's attention of a step, padded by some tokens and two rows; returns the valid tokens' outputs."""
+        lengths = [len(row) for row in rows]
+        tokens, count = sum(lengths), len(lengths)
+        decode_only = tokens == count
+        padding = 2 if decode_only else 5
+        qkv = np.pad(np.concatenate(rows), ((0, padding), (0, 0), (0, 0)))
+        positions = np.concatenate([np.arange(k - n, k) for n, k in zip(lengths, kv_lens, strict=True)])
+        inputs = AttentionInputs(
+            positions=jnp.asarray(np.pad(positions, (0, padding)), jnp.int32),
+            token_rows=jnp.asarray(np.pad(np.repeat(np.arange(count), lengths), (0, padding)), jnp.int32),
+            query_starts=jnp.asarray([0, *np.cumsum(lengths), tokens, tokens], jnp.int32),
+            kv_lens=jnp.asarray(np.pad(kv_lens, (0, 2)), jnp.int32),
+            block_tables=jnp.asarray(np.pad(tables, ((0, 2), (0, 0)))),
+            num_rows=jnp.array([count], jnp.int32),
+            num_tokens=jnp.array([tokens], jnp.int32),
+            decode_only=decode_only,
+        )
+        rotary = Rotary.at(inputs.positions, self.frequencies)
+        run = jax.jit(self.attention.__call__, donate_argnums=2)
+        out, cache = run(qkv, rotary, cache, jnp.int32(self.layer), inputs)
+        return np.asarray(out)[:tokens], cache
+
+
+@pytest.mark.parametrize("operations", [XlaOperations(), NativeOperations()])
+def test_norm_and_gated_silu_equal_their_formulas(operations: Operations) -> None:
+    rng = np.random.default_rng(0)
+    rows = jnp.array([29], jnp.int32)
+    for n in (1, 16, 70, 576):
+        x = rng.standard_normal((32, n), np.float32) * 30
+        weight = rng.standard_normal(n, np.float32)
+        wide = x.astype(np.float64)
+        expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
+        found = np.asarray(operations.rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-5, rows))
+        np.testing.assert_allclose(found[:29], expected[:29], atol=3e-6 * np.abs(expected).max())
+        up = rng.standard_normal((32, n), np.float32)
+        expected = wide / (1 + np.exp(-wide)) * up
+        found = np.asarray(operations.gated_silu(jnp.concatenate([x, up], axis=1), rows))
+        np.testing.assert_allclose(found[:29], expected[:29], atol=1e-6 * np.abs(expected).max())
 
 
 @settings(max_examples=40, deadline=None)
