@@ -37,7 +37,6 @@ def convert(gguf: Path, output: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, **where, quantization_config=GgufConfig(dequantize=True), dtype=getattr(torch, dtype)
     )
-    del model.config.quantization_config  # the weights are plain now
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(output)
 
