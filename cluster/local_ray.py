@@ -60,7 +60,7 @@ class LocalRay:
             draining.start()
             draining.join(DRAIN_TIMEOUT_S)
         self._children |= _descendants()
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
         _kill(self._children)
 
 
