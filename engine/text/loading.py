@@ -14,12 +14,13 @@ from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
 from engine.gguf_header import read_gguf_header
 from engine.model_files import ModelFiles, locate_model
+from engine.text.gguf_tokenizer import gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CACHE = Path("~/.cache/sliceserve/tokenizers")
-_CACHE_VERSION = "1"
+_CACHE_VERSION = "2"
 
 
 def load_hf_tokenizer(config: EngineConfig) -> Any:
@@ -45,12 +46,12 @@ def _locate(name: str) -> ModelFiles:
     return locate_model(name, weights=False)
 
 
-def _from_folder(folder: Path, source: str, config: EngineConfig, **kwargs: Any) -> Any:
+def _from_folder(folder: Path, source: str, config: EngineConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(
-            folder, use_fast=config.tokenizer_mode == "auto", trust_remote_code=config.trust_remote_code, **kwargs
+            folder, use_fast=config.tokenizer_mode == "auto", trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # anything at all comes out of damaged files and of tokenizers' own code
         if "trust_remote_code" in str(error):
@@ -70,7 +71,10 @@ def _from_gguf(files: ModelFiles, config: EngineConfig) -> Any:
             return _from_folder(cached, files.source, config)
         except BackendError:
             shutil.rmtree(cached, ignore_errors=True)  # damaged: convert again
-    hf = _from_folder(files.path.parent, files.source, config, gguf_file=files.path.name)
+    try:
+        hf = gguf_tokenizer(files.path)
+    except Exception as error:  # the converter trusts the metadata
+        raise BackendError(f"the tokenizer of {files.source} can't be converted: {_first_line(error)}") from None
     _store(hf, cached)
     return hf
 
