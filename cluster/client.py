@@ -48,5 +48,5 @@ class EngineClient(Protocol):
     async def health(self) -> Health: ...
 
     async def metrics_text(self) -> bytes:
-        """The whole application's metrics in Prometheus text format (every engine server and ingress, replica labels)."""
+        """The whole application's metrics in Prometheus text format, with replica labels."""
         ...

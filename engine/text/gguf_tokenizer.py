@@ -1,7 +1,8 @@
 """A transformers tokenizer from a GGUF file's metadata, without PyTorch.
 
 transformers' own entry, `AutoTokenizer.from_pretrained(gguf_file=…)`, reads the file through PyTorch; its converter
-behind that needs none. The names used here are not part of transformers' public interface: a test compares the result with it.
+behind that needs none. The names used here are not part of transformers' public interface; a test compares the result
+with what its entry gives.
 """
 
 from __future__ import annotations
