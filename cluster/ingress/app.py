@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.text.tokenizer import Tokenizer
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
@@ -13,6 +12,7 @@ from cluster.ingress.playground import playground_router
 from cluster.ingress.service import Service
 from cluster.ingress.vertex_routes import vertex_router
 from engine.config import EngineConfig
+from engine.text.tokenizer import Tokenizer
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

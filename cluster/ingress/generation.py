@@ -7,14 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from engine.text.tokenizer import Tokenizer
-
 from cluster.client import EngineClient
 from cluster.ingress.choice import ChoiceText, Delta
 from cluster.ingress.errors import engine_failed
 from cluster.ingress.logprobs import ScoredToken
 from cluster.ingress.plan import Choice, Job
 from engine.request import FinishReason, TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

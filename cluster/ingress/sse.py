@@ -11,7 +11,6 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
-from engine.text.tokenizer import Tokenizer
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +20,7 @@ from cluster.ingress.errors import ClientDisconnectedError, to_api_error
 from cluster.ingress.generation import Usage
 from cluster.ingress.plan import Job
 from cluster.ingress.style import Style
+from engine.text.tokenizer import Tokenizer
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine.text.tokenizer import Tokenizer
-
 from cluster.ingress.generation import Answer, Usage
 from cluster.ingress.logprobs import ScoredToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from cluster.ingress.plan import Job
+from engine.text.tokenizer import Tokenizer
 
 
 class Style(Protocol):
