@@ -14,19 +14,19 @@ from ray import serve
 from cluster.app import build_app
 from cluster.preflight import check_model
 from engine.backend import BackendError
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, Environment
 
 
 def app(args: dict[str, Any]) -> serve.Application:
     """Builds the application.
 
     Raises:
-        click.ClickException: an option is wrong. `serve run` is a click program and shows it as one line.
+        click.ClickException: an option or a SLICESERVE_ variable is wrong. `serve run` is a click program and shows it as one line.
     """
     try:
         config = EngineConfig.from_args(args)
         if not ray.is_initialized():  # `serve run`, and not a node of the cluster that may not hold the model
             check_model(config)
-        return build_app(config)
+        return build_app(config, log_level=Environment.read().log_level)
     except (ConfigError, BackendError) as error:
         raise click.ClickException(str(error)) from None

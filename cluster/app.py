@@ -22,22 +22,21 @@ DRAIN_TIMEOUT_S = 120.0
 CONSTRUCTOR_TRIES = 2
 """Loading either works, or fails for a reason that another try does not change, or (rarely) the node died meanwhile."""
 
-LOGGING = {"enable_access_log": False}
-"""A line per request and hop costs more than the hop; the metrics count requests."""
-
 ENGINE_CPUS = 0.5
 INGRESS_CPUS = 0.1
 """What placement counts with. Small, so that everything fits a machine with one core; processes use what there is."""
 
 
-def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
-    """Binds the deployments of one application.
+def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "INFO") -> serve.Application:
+    """Binds the deployments of one application; `log_level` is for the replicas' logs.
 
     Raises:
         ConfigError: an option is unknown or wrong; one line.
     """
     config = options if isinstance(options, EngineConfig) else EngineConfig.from_args(options)
     requests = config.max_decode_seqs + config.max_queued_requests
+    # An access log's line per request and hop costs more than the hop; the metrics count requests.
+    logging_config = {"enable_access_log": False, "log_level": log_level}
     engine = serve.deployment(
         name="Engine",
         num_replicas=config.data_parallel_size,
@@ -49,8 +48,8 @@ def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
-        logging_config=LOGGING,
-    )(EngineServer).bind(config)
+        logging_config=logging_config,
+    )(EngineServer).bind(config, log_level)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=config.num_ingress_replicas,
@@ -61,6 +60,6 @@ def build_app(options: EngineConfig | Mapping[str, Any]) -> serve.Application:
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        logging_config=LOGGING,
+        logging_config=logging_config,
     )(ray_compat.late_bound_ingress(IngressServer))
-    return ingress.bind(config, engine)
+    return ingress.bind(config, engine, log_level)

@@ -16,6 +16,7 @@ from ray import serve
 
 from backends import create_backend
 from cluster.client import Health
+from cluster.logs import configure_logging
 from cluster.mailbox import Connection, MailboxAddress, Outbox
 from cluster.messages import Refusal, RefusalKind
 from cluster.metrics_ray import EXPORT_INTERVAL_S, RayMetricsExporter
@@ -39,12 +40,13 @@ class _Admission:
 class EngineServer:
     """What Serve runs; `cluster.app` gives it its deployment options."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
         """Loads the model; returns when the engine can serve.
 
         Raises:
             BackendError: says what to change. Whoever waits for the replica has been told already.
         """
+        configure_logging(log_level)
         context = serve.get_replica_context()
         self._labels = ReplicaLabels(
             model_name=config.model_name, application=context.app_name, replica=context.replica_id.unique_id

@@ -10,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.ingress.app import build_api
+from cluster.logs import configure_logging
 from cluster.metrics_text import IngressReport, ReplicaLabels
 from cluster.progress import ProgressReporter
 from cluster.ray_client import RayEngineClient
@@ -21,12 +22,13 @@ from engine.text.tokenizer import load_tokenizer
 class IngressServer:
     """What Serve runs; `cluster.app` makes it an ingress deployment."""
 
-    def __init__(self, config: EngineConfig, engine: DeploymentHandle[Any]) -> None:
+    def __init__(self, config: EngineConfig, engine: DeploymentHandle[Any], log_level: str) -> None:
         """Loads the tokenizer.
 
         Raises:
             BackendError, ConfigError: it can't be loaded. Whoever waits for the replica has been told already.
         """
+        configure_logging(log_level)
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from cluster import ray_compat
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.2
 LOG_INTERVAL_S = 5.0

@@ -13,11 +13,10 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from cluster import ray_compat
-from cluster.app import APPLICATION, build_app
+from cluster.app import APPLICATION
 from cluster.cli.progress_bars import ProgressDisplay
 from cluster.local_ray import LocalRay, LocalRayError
 from cluster.progress import read_progress
-from engine.config import EngineConfig
 
 POLL_INTERVAL_S = 0.2
 STILL_DEADLINE_S = 900.0
@@ -29,7 +28,7 @@ class StartUpError(RuntimeError):
 
 
 def serve_until_stopped(
-    config: EngineConfig, *, host: str, port: int, dashboard_port: int | None, folder: Path, output: TextIO
+    app: serve.Application, *, host: str, port: int, dashboard_port: int | None, folder: Path, output: TextIO
 ) -> int:
     """The server's whole life. Returns the exit code."""
     stop = threading.Event()
@@ -39,7 +38,7 @@ def serve_until_stopped(
     try:
         ray = LocalRay(folder, dashboard_port=dashboard_port)
         _stop_on_signals(stop)  # Ray has put handlers of its own
-        _start_application(config, host, port, stop, output)
+        _start_application(app, host, port, stop, output)
         ready = not stop.is_set()
         if ready:
             print(f"ready at {_url(host, port)} (Ctrl-C stops it)", file=output, flush=True)
@@ -55,7 +54,7 @@ def serve_until_stopped(
     return 0
 
 
-def _start_application(config: EngineConfig, host: str, port: int, stop: threading.Event, output: TextIO) -> None:
+def _start_application(app: serve.Application, host: str, port: int, stop: threading.Event, output: TextIO) -> None:
     """Deploys and waits, showing progress.
 
     Raises:
@@ -63,7 +62,7 @@ def _start_application(config: EngineConfig, host: str, port: int, stop: threadi
     """
     try:
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
-        ray_compat.deploy(build_app(config), name=APPLICATION)
+        ray_compat.deploy(app, name=APPLICATION)
     except Exception as error:
         raise StartUpError(f"Ray Serve does not start: {str(error).strip().splitlines()[0]}") from error
     deadline = time.monotonic() + STILL_DEADLINE_S

@@ -19,6 +19,7 @@ def run(
     port: int = 8000,
     haproxy: bool = False,
     dashboard_port: int | None = None,
+    log_level: str = "INFO",
     output: TextIO = sys.stderr,
 ) -> int:
     """Serves until SIGINT or SIGTERM. Returns the exit code: 0 after a stop that was asked for, 1 if it can't serve.
@@ -28,6 +29,7 @@ def run(
     Args:
         haproxy: HTTP goes through HAProxy (faster, but on every interface) instead of Serve's Python proxy.
         dashboard_port: also start Ray's dashboard there.
+        log_level: of the replicas' logs.
     """
     problem = port_problem(host, port)
     if problem is not None:
@@ -38,10 +40,16 @@ def run(
     try:
         set_environment(folder, haproxy=haproxy)
         # Ray reads its environment when it is imported.
+        from cluster.app import build_app
         from cluster.cli.local_server import serve_until_stopped
 
         return serve_until_stopped(
-            config, host=host, port=port, dashboard_port=dashboard_port, folder=folder, output=output
+            build_app(config, log_level=log_level),
+            host=host,
+            port=port,
+            dashboard_port=dashboard_port,
+            folder=folder,
+            output=output,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from cluster.cli.flags import FlagError, FlagParser, add_config_flags, given
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, Environment
 
 DEFAULT_PORT = 7080
 """Hex-LLM's."""
@@ -18,6 +18,7 @@ def serve(argv: Sequence[str]) -> int:
     try:
         flags = parser.parse(argv)
         config = EngineConfig.from_args(given(flags))
+        log_level = Environment.read().log_level
         port = port_number("port", flags.port)
         dashboard_port = None if flags.dashboard_port is None else port_number("dashboard_port", flags.dashboard_port)
     except (FlagError, ConfigError) as error:
@@ -25,7 +26,14 @@ def serve(argv: Sequence[str]) -> int:
         return 2
     from cluster.cli.serve import run
 
-    return run(config, host=flags.host, port=port, haproxy=flags.haproxy, dashboard_port=dashboard_port)
+    return run(
+        config,
+        host=flags.host,
+        port=port,
+        haproxy=flags.haproxy,
+        dashboard_port=dashboard_port,
+        log_level=log_level,
+    )
 
 
 def port_number(flag: str, text: str) -> int:
