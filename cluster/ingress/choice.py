@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from cluster.ingress.logprobs import ScoredToken
 from cluster.ingress.plan import Choice, TextOptions
+from cluster.ingress.stopping import TokenStops
 from engine.request import FinishReason, RequestOutput, TokenLogprobs
 from engine.text.detokenizer import IncrementalDetokenizer
-from engine.text.stop import StopStrings
 from engine.text.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class Delta:
 
     index: int
     text: str
-    num_tokens: int  # generated since the last one
+    num_tokens: int  # generated since the last one, none behind a stop string
     finish_reason: str | None = None  # "stop" or "length"
     num_cached_tokens: int = 0
     scored: tuple[ScoredToken, ...] = ()
@@ -36,7 +36,10 @@ class ChoiceText:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, options.skip_special_tokens, after_prompt=options.continues_text
         )
-        self._stop = StopStrings(options.stop, include=options.include_stop) if options.stop else None
+        min_tokens = choice.request.sampling.min_tokens
+        self._stop = (
+            TokenStops(options.stop, include=options.include_stop, min_tokens=min_tokens) if options.stop else None
+        )
         self._wants_scores = choice.request.sampling.logprobs is not None
         self._held: deque[ScoredToken] = deque()  # scored tokens whose text has not left yet
         self._decoded = 0  # characters out of the detokenizer
@@ -53,16 +56,23 @@ class ChoiceText:
         ids = output.token_ids
         if output.stop_token_id is not None and not self._options.include_stop:
             ids = ids[:-1]
-        text = self._decode(ids, output.logprobs)
+        text, num_read = self._read(ids, output.logprobs)
+        if self._stopped:
+            return self._delta(opening + text, num_read, FinishReason.STOP, output, prompt_scores)
         finish = output.finish_reason
         if finish is not None:
-            rest = self._detokenizer.finish()
-            self._decoded += len(rest)
-            text += rest
-        text, stopped = self._cut(text, last=finish is not None)
+            text += self._finish()
         return self._delta(
-            opening + text, len(output.token_ids), FinishReason.STOP if stopped else finish, output, prompt_scores
+            opening + text,
+            len(output.token_ids),
+            FinishReason.STOP if self._stopped else finish,
+            output,
+            prompt_scores,
         )
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stop is not None and self._stop.stopped
 
     def _open(self, output: RequestOutput) -> tuple[str, tuple[TokenLogprobs | None, ...] | None]:
         self._opened = True
@@ -78,24 +88,25 @@ class ChoiceText:
         self._decoded += len(prompt.text)
         return prompt.text, output.prompt_logprobs
 
-    def _decode(self, ids: tuple[int, ...], scores: tuple[TokenLogprobs, ...] | None) -> str:
-        if not self._wants_scores or scores is None:
-            return self._detokenizer.push(ids)
+    def _read(self, ids: tuple[int, ...], scores: tuple[TokenLogprobs, ...] | None) -> tuple[str, int]:
+        """The text of these tokens, and how many were read: none behind the one that completes a stop string."""
+        if self._stop is None and not self._wants_scores:
+            return self._detokenizer.push(ids), len(ids)
         text = ""
-        for token_id, score in zip(ids, scores, strict=False):  # a final stop token has scores but no text
-            self._held.append(ScoredToken(token_id=token_id, offset=self._decoded, scores=score))
+        for position, token_id in enumerate(ids):
+            if self._wants_scores and scores is not None:
+                self._held.append(ScoredToken(token_id=token_id, offset=self._decoded, scores=scores[position]))
             piece = self._detokenizer.push((token_id,))
             self._decoded += len(piece)
-            text += piece
-        return text
+            text += piece if self._stop is None else self._stop.push(piece)
+            if self._stopped:
+                return text, position + 1
+        return text, len(ids)
 
-    def _cut(self, text: str, *, last: bool) -> tuple[str, bool]:
-        if self._stop is None:
-            return text, False
-        text = self._stop.push(text)
-        if last and not self._stop.stopped:
-            text += self._stop.finish()
-        return text, self._stop.stopped
+    def _finish(self) -> str:
+        rest = self._detokenizer.finish()
+        self._decoded += len(rest)
+        return rest if self._stop is None else self._stop.finish(rest)
 
     def _delta(
         self,
@@ -121,6 +132,6 @@ class ChoiceText:
         released = []
         while self._held and self._held[0].offset < self._sent:
             released.append(self._held.popleft())
-        if finished and (self._stop is None or not self._stop.stopped):
+        if finished and not self._stopped:
             released.extend(self._held)
         return tuple(released)

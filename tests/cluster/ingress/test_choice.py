@@ -32,9 +32,16 @@ def outputs(ids: list[int], step: int, *, scored: bool, stop_token_id: int | Non
 
 
 def run(
-    tokenizer: Tokenizer, ids: list[int], options: TextOptions, *, step: int, scored: bool, stop: int | None = None
+    tokenizer: Tokenizer,
+    ids: list[int],
+    options: TextOptions,
+    *,
+    step: int,
+    scored: bool,
+    stop: int | None = None,
+    min_tokens: int = 0,
 ) -> list[Delta]:
-    sampling = SamplingParams(max_tokens=99, logprobs=0 if scored else None)
+    sampling = SamplingParams(max_tokens=99, logprobs=0 if scored else None, min_tokens=min_tokens)
     request = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
     text = ChoiceText(tokenizer, Choice(index=0, prompt=Prompt(token_ids=(1,)), request=request), options)
     deltas = []
@@ -65,9 +72,43 @@ def test_a_stop_string_cuts_text_and_scores(tokenizer: Tokenizer, step: int, sco
     text = "".join(delta.text for delta in deltas)
     assert text == "one two t"
     assert deltas[-1].finish_reason == "stop"
+    assert sum(delta.num_tokens for delta in deltas) == 4  # " four" completes it; " five" is not generated
     kept = [token for delta in deltas for token in delta.scored]
     assert all(token.offset < len(text) for token in kept)
     assert len(kept) == (3 if scored else 0)
+
+
+WORDS = "one two one two one two"
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text", "num_tokens"),
+    [
+        (("two",), 0, "one ", 2),
+        (("two",), 1, "one ", 2),
+        (("two",), 2, "one two one ", 4),
+        (("two",), 5, "one two one two one ", 6),
+        (("two",), 6, WORDS, 6),
+        (("two one",), 2, "one ", 3),  # begins early, ends late
+        (("two one",), 3, "one two one ", 5),
+        (("two one two one", "wo o"), 3, "one two one t", 5),
+        (("wo one t", "one tw"), 3, "one t", 4),
+        (("two one two three",), 3, WORDS, 6),
+    ],
+)
+def test_stop_strings_count_behind_min_tokens(
+    tokenizer: Tokenizer, step: int, scored: bool, stop: tuple[str, ...], min_tokens: int, text: str, num_tokens: int
+) -> None:
+    ids = tokenizer.encode(WORDS, add_special_tokens=False)
+    deltas = run(tokenizer, ids, TextOptions(stop=stop), step=step, scored=scored, min_tokens=min_tokens)
+    assert "".join(delta.text for delta in deltas) == text
+    assert sum(delta.num_tokens for delta in deltas) == num_tokens
+    assert deltas[-1].finish_reason == ("length" if text == WORDS else "stop")
+    kept = [token for delta in deltas for token in delta.scored]
+    assert bool(kept) == scored
+    assert all(token.offset < len(text) for token in kept)
 
 
 def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
