@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster import ray_compat
 from cluster.ingress.app import build_api
 from cluster.logs import configure_logging
 from cluster.metrics_text import IngressReport, ReplicaLabels
@@ -31,6 +32,7 @@ class IngressServer:
         configure_logging(log_level)
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
+        self._rank = str(ray_compat.replica_rank())  # not the id, which is random: drawn seeds must be reproducible
         self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
@@ -44,7 +46,7 @@ class IngressServer:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve once the constructor is done."""
-        api = build_api(self._config, self._client, self._tokenizer, replica=self._labels.replica)
+        api = build_api(self._config, self._client, self._tokenizer, replica=self._rank)
         return self._counts.around(api)
 
     async def report(self) -> IngressReport:

@@ -5,7 +5,7 @@ tests/cluster/test_ray_compat.py is the contract: it fails when a new Ray change
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -28,6 +28,17 @@ OVERLOADED_ERRORS = (BackPressureError,)
 def by_reference(handle: DeploymentHandle[Any], method: str) -> Any:
     """A handle to `method` that never takes Serve's gRPC path, which leaks object references and refuses 4 MiB."""
     return handle.options(method_name=method, _by_reference=True)
+
+
+async def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Awaitable[Any]]:
+    """Calls a method of every replica that is up. The answers come one by one: Serve's own wait is all or nothing."""
+    results = await handle.broadcast(method)._fetch_replica_results_async()
+    return [result.get_async() for result in results]
+
+
+def replica_rank() -> int:
+    """This replica's number in its deployment, from 0: the same after a restart, unlike its id."""
+    return int(serve.get_replica_context().rank.rank)
 
 
 def late_bound_ingress(cls: type) -> type:

@@ -62,21 +62,24 @@ def test_this_node_has_an_address_that_others_reach(serve_url: str) -> None:
     assert ipaddress.ip_address(ray_compat.node_ip())
 
 
-def test_calls_by_reference_take_more_than_the_grpc_path_would(serve_url: str) -> None:
+def test_calls_by_reference_are_not_limited_and_replicas_answer_one_by_one_by_rank(serve_url: str) -> None:
     assert serve_url
-    app = serve.deployment(Size, name="Size", ray_actor_options={"num_cpus": 0.1}).bind()
+    app = serve.deployment(Size, name="Size", num_replicas=2, ray_actor_options={"num_cpus": 0.1}).bind()
     ray_compat.deploy(app, name="contract", route_prefix="/contract")
 
-    async def call() -> int:
+    async def call() -> tuple[int, list[int]]:
         async with asyncio.timeout(60):
             while serve.status().applications["contract"].status != "RUNNING":
                 await asyncio.sleep(0.1)
             deployed = serve.get_deployment_handle("Size", "contract")
             size: int = await ray_compat.by_reference(deployed, "size").remote(bytes(8 << 20))
-            return size
+            answers = await ray_compat.broadcast(deployed, "rank")
+            return size, sorted([await answer for answer in answers])
 
     try:
-        assert asyncio.run(call()) == 8 << 20
+        size, ranks = asyncio.run(call())
+        assert size == 8 << 20  # Serve's gRPC path takes 4 MiB
+        assert ranks == [0, 1]
     finally:
         serve.delete("contract")
 
@@ -84,3 +87,6 @@ def test_calls_by_reference_take_more_than_the_grpc_path_would(serve_url: str) -
 class Size:
     async def size(self, data: bytes) -> int:
         return len(data)
+
+    async def rank(self) -> int:
+        return ray_compat.replica_rank()
