@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
+from cluster.logs import first_line
 from cluster.mailbox import Inbox, Mailbox, MailboxAddress
 from cluster.messages import Refusal, RefusalKind
 from cluster.metrics_text import render
@@ -26,10 +27,13 @@ from engine.request import EngineRequest, FinishReason, RequestOutput
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
-"""Longest wait for calls that an engine server answers from memory."""
+"""Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
+BROADCAST_TIMEOUT_S = 5.0
+"""Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
 LAST_FRAME_TIMEOUT_S = 10.0
 """Longest wait for the last tokens once the engine server said that the request has ended."""
 
+NO_ENGINE = "no engine answers; it may be starting or restarting"
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone; try again")
 LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive; try again")
@@ -54,15 +58,16 @@ class RayEngineClient:
         return self._info
 
     async def health(self) -> Health:
-        """The worst of all replicas."""
-        try:
-            answers: list[Health] = await _broadcast(self._engine, "health")
-        except EngineUnavailableError as error:
-            return Health(healthy=False, reason=str(error))
+        """The worst of all replicas that answer."""
+        answers: list[Health] = await _broadcast(self._engine, "health")
+        if not answers:
+            return Health(healthy=False, reason=NO_ENGINE)
         return next((answer for answer in answers if not answer.healthy), answers[0])
 
     async def metrics_text(self) -> bytes:
-        engines, ingresses = await asyncio.gather(self._reports(self._engine), self._reports(self._ingress))
+        engines, ingresses = await asyncio.gather(
+            _broadcast(self._engine, "report"), _broadcast(self._ingress, "report")
+        )
         return render(engines, ingresses)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -122,7 +127,7 @@ class RayEngineClient:
         except ray_compat.OVERLOADED_ERRORS:
             return QUEUE_FULL
         except ray_compat.UNAVAILABLE_ERRORS as error:
-            logger.warning("request %s: the engine did not finish it: %s", request.request_id, _first_line(error))
+            logger.warning("request %s: the engine did not finish it: %s", request.request_id, first_line(error))
             return ENGINE_GONE
 
     async def _listen(self) -> MailboxAddress:
@@ -135,28 +140,24 @@ class RayEngineClient:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 return await ray_compat.by_reference(self._engine, method).remote()
         except (TimeoutError, *ray_compat.OVERLOADED_ERRORS, *ray_compat.UNAVAILABLE_ERRORS) as error:
-            raise EngineUnavailableError("no engine answers; it may be starting or restarting") from error
-
-    @staticmethod
-    async def _reports(deployment: DeploymentHandle[Any]) -> list[Any]:
-        """Metrics of the replicas that answer in time; a dead one simply has none."""
-        try:
-            return await _broadcast(deployment, "report")
-        except EngineUnavailableError:
-            return []
+            raise EngineUnavailableError(NO_ENGINE) from error
 
 
 async def _broadcast(deployment: DeploymentHandle[Any], method: str) -> list[Any]:
-    """Calls a method of every replica; gives the answers of those that do answer, at least one."""
-    answers: list[Any] = []
+    """Calls a method of every replica; gives the answers of those that do answer in time, maybe none."""
+    calls: list[asyncio.Future[Any]] = []
     with contextlib.suppress(TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
-        async with asyncio.timeout(CONTROL_TIMEOUT_S):
-            answers = await deployment.broadcast(method).results_async(return_exceptions=True)
-    good = [answer for answer in answers if not isinstance(answer, BaseException)]
-    if not good:
-        raise EngineUnavailableError("no engine answers; it may be starting or restarting")
+        async with asyncio.timeout(BROADCAST_TIMEOUT_S):
+            calls = [asyncio.ensure_future(call) for call in await ray_compat.broadcast(deployment, method)]
+    if not calls:
+        return []
+    try:
+        await asyncio.wait(calls, timeout=BROADCAST_TIMEOUT_S)
+        good = [call.result() for call in calls if call.done() and call.exception() is None]
+    finally:
+        for call in calls:
+            call.cancel()
+    if len(good) < len(calls):
+        silent = len(calls) - len(good)
+        logger.warning("%s: %d of %d replicas do not answer %s", deployment.deployment_name, silent, len(calls), method)
     return good
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
