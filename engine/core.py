@@ -238,7 +238,7 @@ class EngineCore:
         outputs += [self._end(scheduler, s, FinishReason.ABORT) for s in aborted if s.status is not Status.FINISHED]
         message = f"the request did not end within {self._config.request_timeout_s:g} s (request_timeout_s)"
         late = [state for state in expired if state.status is not Status.FINISHED]
-        return outputs + [self._end(scheduler, state, FinishReason.ERROR, message) for state in late]
+        return outputs + [self._end(scheduler, state, FinishReason.TIMEOUT, message) for state in late]
 
     def _end(
         self, scheduler: Scheduler, state: RequestState, reason: FinishReason, error: str | None = None

@@ -15,6 +15,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence or stop token, or a stop string found by the ingress
     LENGTH = "length"  # max_tokens or max_model_len reached
     ABORT = "abort"  # the client went away
+    TIMEOUT = "timeout"  # request_timeout_s passed; RequestOutput.error says so
     ERROR = "error"  # the engine failed; RequestOutput.error says how
 
 

@@ -28,6 +28,7 @@ class Runner:
 
         Raises:
             ApiError: the engine ended a choice with an error.
+            TimeoutError: the engine ended it because its time was up.
             EngineOverloadedError, EngineUnavailableError, InvalidRequestError: the engine refused a choice.
         """
         if len(job.choices) == 1:
@@ -38,6 +39,8 @@ class Runner:
         text = ChoiceText(self.tokenizer, choice, job.text)
         async with aclosing(self.client.generate(choice.request)) as outputs:
             async for output in outputs:
+                if output.finish_reason is FinishReason.TIMEOUT:
+                    raise TimeoutError
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     raise engine_failed(output.error)
                 delta = text.push(output)

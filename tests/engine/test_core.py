@@ -287,7 +287,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(start: Callable[..., E
     engine = start(mock_step_ms=10, request_timeout_s=0.3)
     engine.submit(max_tokens=400)
     last = engine.result("a")
-    assert last.finish_reason is FinishReason.ERROR
+    assert last.finish_reason is FinishReason.TIMEOUT
     assert "request_timeout_s" in (last.error or "")
     assert engine.tokens("a") == mock_tokens(PROMPT, 400)[: len(engine.tokens("a"))]
 

@@ -14,7 +14,7 @@ from backends.mock import MockBackend
 from engine.backend import BackendError, PendingStep
 from engine.batch import StepBatch
 from engine.config import EngineConfig
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestOutput
 from tests.cluster.ingress.local_client import LocalServer, local_server
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -98,11 +98,20 @@ def test_overload_is_a_429_that_says_when_to_come_back(slow: LocalServer) -> Non
 def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
     with local_server(mock_step_ms=20, request_timeout_s=0.4) as server:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
-        assert answer.status_code in (500, 504)
+        assert answer.status_code == 504
         assert "request_timeout_s" in answer.json()["error"]["message"]
         events = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "stream": True}).text.split("\n\n")
         assert "request_timeout_s" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
         until(lambda: running(server) == 0)
+
+
+def test_time_up_in_the_engine_is_the_same_as_in_the_ingress(slow: LocalServer) -> None:
+    async def late(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput(request_id=request.request_id, finish_reason=FinishReason.TIMEOUT, error="late")
+
+    slow.client.generate = late  # type: ignore[method-assign]
+    error = httpx.post(f"{slow.url}/v1/chat/completions", json=CHAT)
+    assert (error.status_code, error.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_an_engine_that_breaks_ends_streams_with_an_error_event_and_then_answers_503() -> None:
