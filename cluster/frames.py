@@ -2,11 +2,13 @@
 
 A row is `(stream, token ids, cached tokens)`, followed by the rarer fields only when one is set: a step of 64 decoding
 requests is 64 short rows, about 500 bytes. msgpack delimits itself, so a connection is just one object after another.
+A frame too large to be buffered whole (prompt logprobs take about 1 KiB per token) travels in pieces: byte strings,
+the last of them empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,8 +17,8 @@ import msgpack
 
 from engine.request import FinishReason, RequestOutput, TokenLogprobs
 
-MAX_FRAME_BYTES = 64 << 20
-"""Prompt logprobs of a long prompt are the largest thing in a frame: about 1 KiB per token."""
+PIECE_BYTES = 4 << 20
+MAX_BUFFER_BYTES = 4 * PIECE_BYTES
 
 Row = tuple[Any, ...]
 _SHORT = 3  # fields of a row that has none of the rarer ones
@@ -66,17 +68,43 @@ def from_rows(request_id: str, rows: Sequence[Row]) -> RequestOutput:
 
 
 def encode(rows: Iterable[Row]) -> bytes:
-    return bytes(msgpack.packb(list(rows), use_bin_type=True))
+    """One frame, in pieces if it is large."""
+    frame = bytes(msgpack.packb(list(rows), use_bin_type=True))
+    if len(frame) <= PIECE_BYTES:
+        return frame
+    pieces = [frame[start : start + PIECE_BYTES] for start in range(0, len(frame), PIECE_BYTES)]
+    return b"".join(msgpack.packb(piece, use_bin_type=True) for piece in (*pieces, b""))
 
 
-def encode_secret(secret: str) -> bytes:
-    """What a connection starts with."""
-    return bytes(msgpack.packb(secret))
+class FrameError(ValueError):
+    """What arrives are no frames."""
 
 
-def new_decoder() -> msgpack.Unpacker:
-    """Feed it bytes as they arrive and iterate over the complete objects."""
-    return msgpack.Unpacker(use_list=False, raw=False, max_buffer_size=MAX_FRAME_BYTES)
+class Decoder:
+    """Makes frames of bytes as they arrive."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(use_list=False, raw=False, max_buffer_size=MAX_BUFFER_BYTES)
+        self._pieces: list[bytes] = []
+
+    def feed(self, data: bytes) -> Iterator[tuple[Row, ...]]:
+        """The frames that are complete now.
+
+        Raises:
+            FrameError: it is something else; the connection is of no use any more.
+        """
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                if not isinstance(message, bytes):
+                    yield message
+                elif message:
+                    self._pieces.append(message)
+                else:
+                    frame, self._pieces = b"".join(self._pieces), []
+                    yield msgpack.unpackb(frame, use_list=False, raw=False)
+        except (ValueError, msgpack.UnpackException) as error:  # BufferFull is no ValueError
+            raise FrameError(str(error)) from error
 
 
 def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
 from collections.abc import Callable
@@ -19,9 +20,14 @@ from dataclasses import dataclass
 from typing import cast
 
 from cluster import frames
+from engine.errors import first_line
 from engine.request import RequestOutput
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5.0
+SECRET_TIMEOUT_S = 5.0
+"""How long a connection to a mailbox may be open without having shown the secret."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +80,15 @@ class Mailbox:
         self._inboxes: dict[int, Inbox] = {}
         self._next_stream = 0
         self._server: asyncio.Server | None = None
+        self._receivers: set[_Receiver] = set()
         self.address: MailboxAddress | None = None
 
     async def start(self, host: str) -> MailboxAddress:
         """Listens on a free port of `host`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Receiver(self), host, 0)
+        self._server = await loop.create_server(
+            lambda: _Receiver(self._secret.encode(), self.deliver, self._receivers), host, 0
+        )
         port = self._server.sockets[0].getsockname()[1]
         self.address = MailboxAddress(host=host, port=port, secret=self._secret)
         return self.address
@@ -94,9 +103,6 @@ class Mailbox:
         """Forgets a request; what still arrives for it is dropped."""
         self._inboxes.pop(stream, None)
 
-    def accepts(self, secret: object) -> bool:
-        return isinstance(secret, str) and hmac.compare_digest(secret, self._secret)
-
     def deliver(self, rows: tuple[frames.Row, ...]) -> None:
         inboxes = self._inboxes
         for row in rows:
@@ -107,31 +113,64 @@ class Mailbox:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        for receiver in list(self._receivers):
+            receiver.close()
 
 
 class _Receiver(asyncio.Protocol):
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        self._decoder = frames.new_decoder()
+    """A connection to a mailbox. Until it has shown the secret it may hold a few bytes, for a few seconds."""
+
+    def __init__(
+        self, secret: bytes, deliver: Callable[[tuple[frames.Row, ...]], None], receivers: set[_Receiver]
+    ) -> None:
+        """Is one of `receivers` while it is connected."""
+        self._secret = secret
+        self._deliver = deliver
+        self._receivers = receivers
+        self._shown = b""
         self._trusted = False
-        self._transport: asyncio.BaseTransport | None = None
+        self._decoder = frames.Decoder()
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._receivers.add(self)
+        self._deadline = asyncio.get_running_loop().call_later(SECRET_TIMEOUT_S, self.close)
 
     def data_received(self, data: bytes) -> None:
+        if not self._trusted:
+            data = self._check(data)
         try:
-            self._decoder.feed(data)
-            for message in self._decoder:
-                if self._trusted:
-                    self._mailbox.deliver(message)
-                elif self._mailbox.accepts(message):
-                    self._trusted = True
-                else:
-                    raise ValueError("wrong secret")
-        except ValueError:  # not one of our engines
-            if self._transport is not None:
-                self._transport.close()
+            for frame in self._decoder.feed(data):
+                self._deliver(frame)
+        except frames.FrameError as error:  # nothing that follows can be understood
+            logger.error("tokens of an engine are lost: %s", first_line(error))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._receivers.discard(self)
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _check(self, data: bytes) -> bytes:
+        """Takes the secret off the beginning and returns what is behind it. Compares it as a whole: no guessing by byte."""
+        missing = len(self._secret) - len(self._shown)
+        self._shown += data[:missing]
+        if len(self._shown) < len(self._secret):
+            return b""
+        if not hmac.compare_digest(self._shown, self._secret):
+            self.close()
+            return b""
+        self._trusted = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        return data[missing:]
 
 
 class Connection(asyncio.Protocol):
@@ -150,7 +189,7 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def introduce(self, secret: str) -> None:
-        self._write(frames.encode_secret(secret))
+        self._write(secret.encode())
 
     def post(self, outputs: list[tuple[int, RequestOutput]]) -> None:
         """Sends one step's outputs, or keeps them for the next frame while the socket is full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -56,9 +57,7 @@ async def read(inbox: Inbox) -> RequestOutput:
 
 @pytest.mark.parametrize("output", [tokens(1), tokens(1, 2, reason=FinishReason.LENGTH), FULL])
 def test_a_row_restores_the_output_that_it_was_made_of(output: RequestOutput) -> None:
-    decoder = frames.new_decoder()
-    decoder.feed(frames.encode([frames.to_row(5, output)]))
-    [[row]] = decoder
+    [[row]] = frames.Decoder().feed(frames.encode([frames.to_row(5, output)]))
     assert row[0] == 5
     assert frames.from_row("r", row) == output
 
@@ -120,7 +119,7 @@ async def test_tokens_for_a_request_that_is_gone_are_dropped(line) -> None:
 async def test_a_stranger_without_the_secret_delivers_nothing_and_is_cut_off(line) -> None:
     mailbox, outbox, lost = line
     stream, inbox = mailbox.open("one")
-    address = MailboxAddress(host=mailbox.address.host, port=mailbox.address.port, secret="guessed")
+    address = MailboxAddress(host=mailbox.address.host, port=mailbox.address.port, secret="0" * 32)
     connection = await outbox.connect(address)
     connection.post([(stream, tokens(1))])
     async with asyncio.timeout(5):
@@ -159,3 +158,62 @@ async def test_an_unreachable_ingress_is_an_error_and_not_remembered(line) -> No
     for _ in range(2):
         with pytest.raises(OSError):
             await outbox.connect(mailbox.address)
+
+
+@pytest.mark.parametrize("full_socket", [False, True])
+async def test_a_frame_of_any_size_arrives_whole_and_the_connection_goes_on(line, full_socket: bool) -> None:
+    mailbox, outbox, lost = line
+    stream, inbox = mailbox.open("one")
+    connection = await outbox.connect(mailbox.address)
+    entry = TokenLogprobs(token_id=7, logprob=-0.5, top=tuple((token, -1.5) for token in range(1000, 1020)))
+    large = RequestOutput(request_id="one", token_ids=(1,), prompt_logprobs=(None, *[entry] * 80_000))
+    assert len(frames.encode([frames.to_row(stream, large)])) > frames.MAX_BUFFER_BYTES
+    if full_socket:
+        connection.pause_writing()
+    connection.post([(stream, large)])
+    if full_socket:
+        connection.resume_writing()
+    assert await read(inbox) == large
+    connection.post([(stream, tokens(2))])
+    assert (await read(inbox)).token_ids == (2,)
+    assert not lost
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n"])
+async def test_who_does_not_show_the_secret_in_time_is_cut_off(
+    said: bytes, monkeypatch: pytest.MonkeyPatch, line
+) -> None:
+    mailbox, _, _ = line
+    monkeypatch.setattr("cluster.mailbox.SECRET_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection(mailbox.address.host, mailbox.address.port)
+    writer.write(said)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_one_that_shows_the_secret_in_time_may_stay(monkeypatch: pytest.MonkeyPatch, line) -> None:
+    mailbox, outbox, _ = line
+    monkeypatch.setattr("cluster.mailbox.SECRET_TIMEOUT_S", 0.2)
+    stream, inbox = mailbox.open("one")
+    connection = await outbox.connect(mailbox.address)
+    await asyncio.sleep(0.5)
+    connection.post([(stream, tokens(1))])
+    assert (await read(inbox)).token_ids == (1,)
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", b"\xdd\xff\xff\xff\xff" + bytes(frames.MAX_BUFFER_BYTES + 1)])
+def test_what_is_no_frame_is_one_kind_of_error(garbage: bytes) -> None:
+    with pytest.raises(frames.FrameError):
+        list(frames.Decoder().feed(garbage))
+
+
+async def test_a_closed_mailbox_ends_its_connections(line) -> None:
+    mailbox, outbox, lost = line
+    connection = await outbox.connect(mailbox.address)
+    await asyncio.sleep(0.1)
+    mailbox.close()
+    async with asyncio.timeout(5):
+        while lost != [connection]:
+            await asyncio.sleep(0.01)
