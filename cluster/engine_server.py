@@ -8,7 +8,10 @@ that Serve's counts, back-pressure, cancellation, draining and death detection s
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -22,10 +25,15 @@ from cluster.messages import Refusal, RefusalKind
 from cluster.metrics_ray import EXPORT_INTERVAL_S, RayMetricsExporter
 from cluster.metrics_text import EngineReport, ReplicaLabels
 from cluster.progress import ProgressReporter
-from engine.backend import BackendError, BackendInfo
+from engine.backend import BackendInfo
 from engine.config import EngineConfig
 from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
+from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+EXPORT_WARNING_INTERVAL_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +52,7 @@ class EngineServer:
         """Loads the model; returns when the engine can serve.
 
         Raises:
-            BackendError: says what to change. Whoever waits for the replica has been told already.
+            Exception: it can't be loaded. Whoever waits for the replica has been told already.
         """
         configure_logging(log_level)
         context = serve.get_replica_context()
@@ -56,17 +64,20 @@ class EngineServer:
         self._loop: asyncio.AbstractEventLoop | None = None  # known from the first request on
         self._closed = threading.Event()
         self._progress = ProgressReporter(context.app_name, self._labels.replica)
-        self._engine = self._load(config)
+        with self._progress.reporting_errors():
+            self._engine = self._load(config)
         self._engine.start()
         threading.Thread(target=self._export_metrics, name="ray-metrics", daemon=True).start()
         self._progress.ready(_describe(config, self._engine.info))
 
     def _load(self, config: EngineConfig) -> EngineCore:
+        backend = create_backend(config)
         try:
-            engine = EngineCore(config, create_backend(config), self._emit)
+            engine = EngineCore(config, backend, self._emit)
             engine.load(self._progress)
-        except BackendError as error:
-            self._progress.failed(str(error))
+        except Exception:
+            with contextlib.suppress(Exception):  # half loaded; the error that counts is the first
+                backend.close()
             raise
         return engine
 
@@ -118,11 +129,12 @@ class EngineServer:
         if not state.healthy:
             raise RuntimeError(state.reason)
 
-    def __del__(self) -> None:
-        """Serve calls this when the replica has drained. A replica that failed to load has nothing to stop."""
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica has drained. A replica that failed to load has nothing to stop."""
         if hasattr(self, "_engine"):
             self._closed.set()
-            self._engine.stop()
+            await asyncio.to_thread(self._engine.stop)  # a step may hang in it, and the last outputs need the loop
+            self._outbox.close()
             self._progress.forget()
 
     # -- inside
@@ -169,8 +181,14 @@ class EngineServer:
             "replica": self._labels.replica,
         }
         exporter = RayMetricsExporter(tags)
+        warned_at = -EXPORT_WARNING_INTERVAL_S
         while not self._closed.wait(EXPORT_INTERVAL_S):
-            exporter.export(self._engine.metrics())
+            try:
+                exporter.export(self._engine.metrics())
+            except Exception as error:
+                if time.monotonic() - warned_at >= EXPORT_WARNING_INTERVAL_S:
+                    warned_at = time.monotonic()
+                    logger.warning("metrics are not exported to Ray now: %s", first_line(error))
 
 
 def _describe(config: EngineConfig, info: BackendInfo) -> str:

@@ -15,8 +15,7 @@ from cluster.logs import configure_logging
 from cluster.metrics_text import IngressReport, ReplicaLabels
 from cluster.progress import ProgressReporter
 from cluster.ray_client import RayEngineClient
-from engine.backend import BackendError
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
 
 
@@ -27,7 +26,7 @@ class IngressServer:
         """Loads the tokenizer.
 
         Raises:
-            BackendError, ConfigError: it can't be loaded. Whoever waits for the replica has been told already.
+            Exception: it can't be loaded. Whoever waits for the replica has been told already.
         """
         configure_logging(log_level)
         context = serve.get_replica_context()
@@ -37,17 +36,19 @@ class IngressServer:
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         self._client = RayEngineClient(engine, siblings)
-        try:
+        with ProgressReporter(context.app_name, replica).reporting_errors():
             self._tokenizer = load_tokenizer(config)
-        except (BackendError, ConfigError) as error:
-            ProgressReporter(context.app_name, replica).failed(str(error))
-            raise
         self._counts = ResponseCounts()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve once the constructor is done."""
         api = build_api(self._config, self._client, self._tokenizer, replica=self._rank)
         return self._counts.around(api)
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica has drained."""
+        if hasattr(self, "_client"):
+            self._client.close()
 
     async def report(self) -> IngressReport:
         return IngressReport(

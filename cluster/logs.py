@@ -1,4 +1,4 @@
-"""Our packages' log records go where the replica's own go: Serve's log file of the replica, and stderr if Serve does."""
+"""Our packages' log records go where the replica's own go: Serve's log file and, if Serve's do, stderr."""
 
 from __future__ import annotations
 
@@ -22,8 +22,3 @@ def configure_logging(level: str) -> None:
         logger.setLevel(level)
         logger.propagate = False
         logger.handlers = [_ToServe()]
-
-
-def first_line(error: BaseException) -> str:
-    """An error for a log or a user, in one line; its type when it has no message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

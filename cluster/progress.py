@@ -7,17 +7,24 @@ Kubernetes the same steps are lines in the replica's log.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
 from cluster import ray_compat
+from engine.backend import BackendError
+from engine.config import ConfigError
+from engine.errors import first_line
 
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.2
 LOG_INTERVAL_S = 5.0
+STALE_AFTER_S = 600.0
+"""Records this old are nobody's: whoever waited has read them, or their replica was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,7 @@ class StartUp:
     detail: str = ""
     ready: bool = False
     error: str | None = None  # loading failed for good; one line
+    written_at: float = 0.0  # seconds since the epoch
 
 
 class ProgressReporter:
@@ -41,6 +49,22 @@ class ProgressReporter:
         self._replica = replica
         self._phase = ""
         self._last_put = self._last_log = 0.0
+        _forget_stale(application)
+
+    @contextlib.contextmanager
+    def reporting_errors(self) -> Iterator[None]:
+        """Around loading: whatever it raises is reported in one line, and goes on to Serve."""
+        try:
+            yield
+        except (BackendError, ConfigError) as error:
+            self.failed(first_line(error))
+            raise
+        except Exception as error:  # out of memory, a fault of a hardware library, a bug
+            logger.exception("loading failed")
+            detail = first_line(error)
+            name = type(error).__name__
+            self.failed(f"internal error: {name}" if detail == name else f"internal error: {name}: {detail}")
+            raise
 
     def __call__(self, phase: str, done: int, total: int, detail: str = "") -> None:
         now = time.monotonic()
@@ -65,17 +89,27 @@ class ProgressReporter:
         ray_compat.kv_delete(self._key)
 
     def _put(self, record: StartUp) -> None:
-        ray_compat.kv_put(self._key, json.dumps(asdict(record)).encode())
+        ray_compat.kv_put(self._key, json.dumps(asdict(replace(record, written_at=time.time()))).encode())
 
 
 def read_progress(application: str) -> list[StartUp]:
     """The records of all replicas of an application that have started so far."""
+    return [record for _, record in _read(application)]
+
+
+def _read(application: str) -> list[tuple[str, StartUp]]:
     records = []
     for key in sorted(ray_compat.kv_keys(_prefix(application))):
         value = ray_compat.kv_get(key)
         if value is not None:
-            records.append(StartUp(**json.loads(value)))
+            records.append((key, StartUp(**json.loads(value))))
     return records
+
+
+def _forget_stale(application: str) -> None:
+    for key, record in _read(application):
+        if time.time() - record.written_at > STALE_AFTER_S:
+            ray_compat.kv_delete(key)
 
 
 def _prefix(application: str) -> str:

@@ -17,11 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
-from cluster.logs import first_line
 from cluster.mailbox import Inbox, Mailbox, MailboxAddress
 from cluster.messages import Refusal, RefusalKind
 from cluster.metrics_text import render
 from engine.backend import BackendInfo
+from engine.errors import first_line
 from engine.request import EngineRequest, FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,10 @@ class RayEngineClient:
             self._mailbox.discard(stream)
             if not ended:
                 call.cancel()
+
+    def close(self) -> None:
+        """No request is open any more: stops listening."""
+        self._mailbox.close()
 
     async def _outputs(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> AsyncGenerator[RequestOutput, None]:
         started = False

@@ -12,9 +12,10 @@ import pytest
 import serve_app
 from cluster.app import build_app
 from cluster.cli.serve_flags import serve
-from cluster.logs import PACKAGES, SERVE_LOGGER, configure_logging, first_line
+from cluster.logs import PACKAGES, SERVE_LOGGER, configure_logging
 from engine.config import Environment
 
+LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 VARIABLES = [
     ({"SLICESERVE_LOG_LEVEL": "warning"}, "WARNING"),
     ({"HEX_LLM_LOG_LEVEL": "ERROR"}, "ERROR"),
@@ -81,19 +82,11 @@ def test_our_packages_write_to_the_replicas_log_at_that_level(level: str, record
     configure_logging(level)
     for package in PACKAGES:
         logger = logging.getLogger(f"{package}.some.module")
-        for number in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        for number in LEVELS:
             logger.log(number, "said by %s", package)
-    expected = [n for n in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR) if n >= getattr(logging, level)]
+    expected = [number for number in LEVELS if number >= getattr(logging, level)]
     assert [record.levelno for record in records] == expected * len(PACKAGES)
 
 
 def test_the_level_of_an_application_is_info_unless_told() -> None:
     assert deployments(build_app({"backend": "mock"}))["Engine"].logging_config["log_level"] == "INFO"
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [(ValueError("\n one \ntwo"), "one"), (ValueError(""), "ValueError"), (TimeoutError(), "TimeoutError")],
-)
-def test_every_error_has_a_first_line(error: Exception, line: str) -> None:
-    assert first_line(error) == line
