@@ -31,8 +31,8 @@ def build_api(config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, 
     app.include_router(vertex_router(service))
     app.include_router(playground_router())
 
-    @app.get("/health")
-    @app.get("/ping")
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/ping", methods=["GET", "HEAD"])
     async def health() -> Response:
         state = await client.health()
         if not state.healthy:

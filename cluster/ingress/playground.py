@@ -45,11 +45,11 @@ def playground_router() -> APIRouter:
         path.relative_to(STATIC).as_posix(): _page(path) for path in STATIC.rglob("*") if path.suffix in MEDIA_TYPES
     }
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
         return _respond(request, pages["index.html"])
 
-    @router.get("/static/{name:path}")
+    @router.api_route("/static/{name:path}", methods=["GET", "HEAD"])
     async def static(request: Request, name: str) -> Response:
         page = pages.get(name)
         if page is None:
