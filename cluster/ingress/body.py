@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
-from cluster.ingress.errors import ApiError, invalid
+from cluster.ingress.errors import ApiError, ClientDisconnectedError, invalid
+from cluster.ingress.workers import Workers
 
 MAX_BODY_BYTES = 16 << 20
+TIMEOUT_S = 60.0
+"""A body that trickles in for longer holds a connection for nothing."""
+CLOSE = {"Connection": "close"}
 
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body(Generic[T]):
+    """What a body says, and the bytes it took to say it."""
+
+    content: T
+    size: int
+
+
+async def read_body(
+    request: Request, parse: Callable[[dict[str, Any]], T], workers: Workers, *, timeout_s: float = TIMEOUT_S
+) -> Body[T]:
+    """The body, a JSON object, as `parse` reads it.
 
     Raises:
-        ApiError: 413 when it is larger than MAX_BODY_BYTES, 400 when it is not a JSON object in valid Unicode.
+        ApiError: 408 when it takes longer than `timeout_s` to arrive, 413 when it is larger than MAX_BODY_BYTES,
+            400 when it is not a JSON object in valid Unicode, or `parse` refuses it.
+        ClientDisconnectedError: the client went away before its end.
     """
-    return parse_json(await _read(request))
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _read(request)
+    except TimeoutError:
+        raise ApiError(
+            f"the body did not arrive within {timeout_s:g} s", status=408, code="body_timeout", headers=CLOSE
+        ) from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError from None
+    content = await workers.run(len(raw), lambda: parse(parse_json(raw)))
+    return Body(content=content, size=len(raw))
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from cluster.ingress.body import read_json
+from cluster.ingress.body import read_body
 from cluster.ingress.protocol.chat import parse_chat
 from cluster.ingress.protocol.completion import parse_completion
 from cluster.ingress.service import Service
@@ -30,14 +30,15 @@ def openai_router(service: Service) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        parsed = parse_chat(await read_json(request))
-        return await service.respond(request.receive, await service.chat_job(parsed), CHAT, stream=parsed.stream)
+        body = await read_body(request, parse_chat, service.workers)
+        job = await service.chat_job(body)
+        return await service.respond(request.receive, job, CHAT, stream=body.content.stream)
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
-        parsed = parse_completion(await read_json(request))
-        job = await service.completion_job(parsed)
-        return await service.respond(request.receive, job, COMPLETION, stream=parsed.stream)
+        body = await read_body(request, parse_completion, service.workers)
+        job = await service.completion_job(body)
+        return await service.respond(request.receive, job, COMPLETION, stream=body.content.stream)
 
     @router.get("/models")
     async def models() -> Response:

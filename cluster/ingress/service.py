@@ -12,12 +12,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from cluster.client import EngineClient
+from cluster.ingress.body import Body
 from cluster.ingress.choice import Delta
 from cluster.ingress.disconnect import unless_disconnected
 from cluster.ingress.errors import ApiError
 from cluster.ingress.generation import Runner, collect
 from cluster.ingress.plan import Job, Prompt, TextOptions, new_id, plan_choices, resolve_max_tokens
-from cluster.ingress.prompts import PromptReader
+from cluster.ingress.prompts import read_chat, read_completion
 from cluster.ingress.protocol.base import CompletionFields
 from cluster.ingress.protocol.chat import ChatRequest
 from cluster.ingress.protocol.completion import CompletionRequest
@@ -25,6 +26,7 @@ from cluster.ingress.sampling import Limits, sampling_params
 from cluster.ingress.seeds import SeedSource
 from cluster.ingress.sse import ChunkWriter, EventStream, event_stream
 from cluster.ingress.style import CHAT, COMPLETION, Style, document
+from cluster.ingress.workers import Workers
 from engine.config import EngineConfig
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -40,7 +42,7 @@ class Service:
         self._tokenizer = tokenizer
         _ = tokenizer.table  # built now, so that the first request does not wait for it
         self._runner = Runner(client=client, tokenizer=tokenizer)
-        self.prompts = PromptReader(tokenizer)
+        self.workers = Workers()
         self.seeds = SeedSource(config.seed, replica)
 
     async def limits(self) -> Limits:
@@ -52,18 +54,26 @@ class Service:
             message = f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    async def chat_job(self, request: ChatRequest) -> Job:
-        self.check_model(request.model)
+    async def chat_job(self, body: Body[ChatRequest]) -> Job:
         limits = await self.limits()
-        prompt = await self.prompts.read_chat(request, limits)
+        return await self.workers.run(body.size, lambda: self.plan_chat(body.content, limits))
+
+    async def completion_job(self, body: Body[CompletionRequest]) -> Job:
+        limits = await self.limits()
+        return await self.workers.run(body.size, lambda: self.plan_completion(body.content, limits))
+
+    def plan_chat(self, request: ChatRequest, limits: Limits) -> Job:
+        """May take long: see Workers."""
+        self.check_model(request.model)
+        prompt = read_chat(request, limits)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         text = TextOptions(continues_text=request.continue_final_message)
         return self._job(request, CHAT, [prompt], request.output_limit, logprobs, limits, text)
 
-    async def completion_job(self, request: CompletionRequest) -> Job:
+    def plan_completion(self, request: CompletionRequest, limits: Limits) -> Job:
+        """May take long: see Workers."""
         self.check_model(request.model)
-        limits = await self.limits()
-        prompts = await self.prompts.read_completion(request, limits)
+        prompts = read_completion(request, limits)
         scores_only = request.max_tokens == 0
         text = TextOptions(echo=request.echo, continues_text=True, scores_only=scores_only)
         max_tokens = max(request.max_tokens, 1)

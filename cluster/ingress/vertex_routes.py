@@ -14,19 +14,22 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from cluster.ingress.body import read_json, validate
+from cluster.ingress.body import Body, read_body, validate
 from cluster.ingress.disconnect import unless_disconnected
 from cluster.ingress.errors import ApiError, invalid, to_api_error
-from cluster.ingress.plan import Job
-from cluster.ingress.protocol.chat import parse_chat
+from cluster.ingress.plan import MAX_SEQUENCES, Job
+from cluster.ingress.protocol.chat import ChatRequest, parse_chat
 from cluster.ingress.protocol.completion import CompletionRequest
 from cluster.ingress.protocol.vertex import VertexInstance
+from cluster.ingress.sampling import Limits
 from cluster.ingress.service import Service
 from cluster.ingress.style import CHAT, COMPLETION
 from engine.validation import InvalidRequestError
 
 FORMAT = "@requestFormat"
 MAX_INSTANCES = 256
+PER_INSTANCE = ("prompt", "messages", "chat_template_kwargs")
+"""Can't be defaults: a long one would be read anew for each instance."""
 
 
 def vertex_router(service: Service) -> APIRouter:
@@ -34,14 +37,20 @@ def vertex_router(service: Service) -> APIRouter:
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
-        body = await read_json(request)
-        if FORMAT in body:
-            parsed = parse_chat(_chat_body(body))
-            return await service.respond(request.receive, await service.chat_job(parsed), CHAT, stream=parsed.stream)
-        predictions = await unless_disconnected(request.receive, _predict_all(service, _instances(body)))
+        body = await read_body(request, _parse, service.workers)
+        if isinstance(body.content, ChatRequest):
+            chat = Body(content=body.content, size=body.size)
+            job = await service.chat_job(chat)
+            return await service.respond(request.receive, job, CHAT, stream=chat.content.stream)
+        size = body.size * len(body.content)  # each may repeat all of the parameters
+        predictions = await unless_disconnected(request.receive, _predict_all(service, body.content, size))
         return JSONResponse({"predictions": predictions})
 
     return router
+
+
+def _parse(body: dict[str, Any]) -> ChatRequest | list[dict[str, Any]]:
+    return parse_chat(_chat_body(body)) if FORMAT in body else _instances(body)
 
 
 def _instances(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,12 +65,16 @@ def _instances(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise invalid("instances", f"has {len(instances)} entries; {MAX_INSTANCES} is the most")
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid("parameters", "must be an object")
+    for name in PER_INSTANCE:
+        if name in (parameters or {}):
+            raise invalid(f"parameters.{name}", "belongs into each instance")
     return [{**(parameters or {}), **instance} for instance in instances]
 
 
-async def _predict_all(service: Service, instances: list[dict[str, Any]]) -> list[Any]:
+async def _predict_all(service: Service, instances: list[dict[str, Any]], size: int) -> list[Any]:
     """All predictions, side by side; if one fails, the others are aborted."""
-    planned = [await _plan(service, instance, index) for index, instance in enumerate(instances)]
+    limits = await service.limits()
+    planned = await service.workers.run(size, lambda: _plan_all(service, instances, limits))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_predict(service, job, instance)) for job, instance in planned]
@@ -70,14 +83,27 @@ async def _predict_all(service: Service, instances: list[dict[str, Any]]) -> lis
     return [task.result() for task in tasks]
 
 
-async def _plan(service: Service, instance: dict[str, Any], index: int) -> tuple[Job, VertexInstance | None]:
+def _plan_all(
+    service: Service, instances: list[dict[str, Any]], limits: Limits
+) -> list[tuple[Job, VertexInstance | None]]:
+    planned, sequences = [], 0
+    for index, instance in enumerate(instances):
+        job, text = _plan(service, instance, index, limits)
+        sequences += len(job.choices)
+        if sequences > MAX_SEQUENCES:
+            raise invalid("instances", f"ask for more than {MAX_SEQUENCES} sequences (choices of all) in one request")
+        planned.append((job, text))
+    return planned
+
+
+def _plan(service: Service, instance: dict[str, Any], index: int, limits: Limits) -> tuple[Job, VertexInstance | None]:
     try:
         if FORMAT in instance:
             parsed = parse_chat(_chat_body(instance))
             if parsed.stream:
                 raise invalid("stream", "predictions can't be streamed; use /v1/chat/completions")
-            return await service.chat_job(parsed), None
-        return await _plan_text(service, validate(VertexInstance, instance))
+            return service.plan_chat(parsed, limits), None
+        return _plan_text(service, validate(VertexInstance, instance), limits)
     except (ApiError, InvalidRequestError) as raised:
         error = to_api_error(raised)
         if error.param is not None:
@@ -85,9 +111,9 @@ async def _plan(service: Service, instance: dict[str, Any], index: int) -> tuple
         raise error from None
 
 
-async def _plan_text(service: Service, instance: VertexInstance) -> tuple[Job, VertexInstance]:
+def _plan_text(service: Service, instance: VertexInstance, limits: Limits) -> tuple[Job, VertexInstance]:
     sampling = instance.model_dump(exclude={"raw_response"}, exclude_unset=True)
-    return await service.completion_job(CompletionRequest.model_validate(sampling)), instance
+    return service.plan_completion(CompletionRequest.model_validate(sampling), limits), instance
 
 
 async def _predict(service: Service, job: Job, instance: VertexInstance | None) -> Any:

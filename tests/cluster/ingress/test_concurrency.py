@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import openai
+import pytest
 
 from tests.cluster.ingress.conftest import Solo
 from tests.cluster.ingress.local_client import LocalServer
@@ -35,12 +36,13 @@ async def test_64_mixed_requests_get_their_solo_texts(server: LocalServer, solo:
     assert [got for got, _ in results] == [expected for _, expected in results]
 
 
-async def test_a_long_prompt_does_not_stall_running_streams(server: LocalServer) -> None:
-    """Half a million characters take the tokenizer longer than any pause that a stream may show."""
+@pytest.mark.parametrize("prompt", ["Some words and 123 numbers. " * 60_000, ["Some words and 12. " * 100] * 800])
+async def test_long_prompts_do_not_stall_running_streams(server: LocalServer, prompt: str | list[str]) -> None:
+    """They take the tokenizer longer than any pause that a stream may show, whether it is one text or many."""
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         loop = asyncio.get_running_loop()
         refused = asyncio.ensure_future(
-            client.completions.create(model=MODEL, prompt="Some words and 123 numbers. " * 60_000)
+            client.completions.create(model=MODEL, prompt=prompt, n=2)  # refused: too long, or too many sequences
         )
         pauses = []
         while not refused.done():

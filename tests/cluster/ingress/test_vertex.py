@@ -64,6 +64,8 @@ def test_a_chat_body_is_answered_like_the_chat_route(http: httpx.Client) -> None
         ({"instances": ["Tale"]}, "instances"),
         ({"instances": [{"prompt": "a"}] * 257}, "instances"),
         ({"instances": [{"prompt": "Tale"}], "parameters": []}, "parameters"),
+        ({"instances": [{}], "parameters": {"prompt": "Tale"}}, "parameters.prompt"),
+        ({"instances": [CHAT], "parameters": {"chat_template_kwargs": {}}}, "parameters.chat_template_kwargs"),
         ({"instances": [{"prompt": "Tale"}], "more": 1}, "more"),
         ({"instances": [{"prompt": "Tale"}, {"prompt": "Tale", "top_k": -5}]}, "instances[1].top_k"),
         ({"instances": [{"prompt": "Tale", "colour": "red"}]}, "instances[0].colour"),
@@ -73,6 +75,7 @@ def test_a_chat_body_is_answered_like_the_chat_route(http: httpx.Client) -> None
         ({"instances": [{**CHAT, "stream": True}]}, "instances[0].stream"),
         ({"instances": [{**CHAT, "@requestFormat": "poem"}]}, "instances[0].@requestFormat"),
         ({"instances": [{**CHAT, "messages": []}]}, "instances[0].messages"),
+        ({"instances": [{**CHAT, "n": 128}] * 9}, "instances"),  # 1152 sequences
         ({"prompt": "Tale"}, "prompt"),
     ],
 )
@@ -84,6 +87,14 @@ def test_wrong_bodies_are_a_400_saying_where(http: httpx.Client, body: object, p
 @pytest.mark.parametrize("route", ["/ping", "/health"])
 def test_probes_answer_when_healthy(http: httpx.Client, route: str) -> None:
     assert http.get(route).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("route", ["/", "/ping", "/health", "/static/app.js"])
+def test_head_answers_like_get_without_a_body(http: httpx.Client, route: str) -> None:
+    head, get = http.head(route), http.get(route)
+    assert (head.status_code, head.content) == (200, b"")
+    for name in ("content-type", "content-length", "etag", "content-security-policy"):
+        assert head.headers.get(name) == get.headers.get(name)
 
 
 def test_metrics_are_prometheus_text(http: httpx.Client) -> None:
