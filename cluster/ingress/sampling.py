@@ -10,6 +10,11 @@ from engine.backend import BackendInfo
 from engine.request import SamplingParams
 from engine.text.tokenizer import TextError, Tokenizer
 
+COLDEST = 1e-5
+"""Below this temperature the most likely token is taken: logits divided by less overflow. As in vLLM."""
+SPELLINGS = 2
+"""Token sequences that a bad word may take: at the start of a text, and after a space."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -44,7 +49,7 @@ def sampling_params(
     only_the_best = fields.top_p == 0
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=fields.temperature,
+        temperature=0.0 if fields.temperature < COLDEST else fields.temperature,
         top_k=1 if only_the_best else max(fields.top_k, 0),
         top_p=1.0 if only_the_best else fields.top_p,
         min_p=fields.min_p,
@@ -69,11 +74,21 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _bad_words(words: list[str], limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word, at the start of a text and after a space."""
-    most = limits.info.capabilities.bad_words
+    """Token sequences of each word. Backends limit sequences; clients are told about words."""
+    able = limits.info.capabilities
+    most = able.bad_words // SPELLINGS
+    if words and not most:
+        raise invalid("bad_words", f"not supported on {limits.info.device}; leave it out")
     if len(words) > most:
         raise invalid("bad_words", f"has {len(words)} words; at most {most} are supported")
-    try:
-        return limits.tokenizer.bad_word_ids(words)
-    except TextError as error:
-        raise invalid("bad_words", str(error)) from None
+    sequences: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        try:
+            spellings = limits.tokenizer.bad_word_ids([word])
+        except TextError as error:
+            raise invalid(f"bad_words[{index}]", str(error)) from None
+        longest = max(map(len, spellings))
+        if longest > able.bad_word_tokens:
+            raise invalid(f"bad_words[{index}]", f"has {longest} tokens; {able.bad_word_tokens} is the most for a word")
+        sequences.update(dict.fromkeys(spellings))
+    return tuple(sequences)

@@ -12,6 +12,7 @@ from engine.request import MAX_TOP_LOGPROBS
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING = 4096
+MAX_BAD_WORD = 128  # characters; backends take a few tokens
 UINT64 = 1 << 64
 
 
@@ -25,6 +26,7 @@ def _as_list(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole_float)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)]
 ShortString = Annotated[str, Field(min_length=1, max_length=MAX_STRING)]
 
 
@@ -56,7 +58,7 @@ class SamplingFields(StrictModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    bad_words: list[ShortString] = Field(default_factory=list)
+    bad_words: list[BadWord] = Field(default_factory=list)
     min_tokens: Int = Field(0, ge=0)
     ignore_eos: bool = False
     stop: Annotated[list[ShortString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)] = Field(
