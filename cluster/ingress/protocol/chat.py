@@ -13,8 +13,13 @@ from cluster.ingress.protocol.base import CompletionFields, Int, StrictModel
 from engine.request import MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 4096
-NOT_FOR_TEMPLATES = ("add_generation_prompt", "continue_final_message", "tools")
-"""Template variables that are parameters of their own."""
+NOT_FOR_TEMPLATES = {
+    "add_generation_prompt": "is a parameter of its own",
+    "continue_final_message": "is a parameter of its own",
+    "tools": "is a parameter of its own",
+    "chat_template": "is the server's to choose",
+    "tokenize": "is no variable of templates",
+}
 
 
 class TextPart(StrictModel):
@@ -67,9 +72,9 @@ class ChatRequest(CompletionFields):
             if "add_generation_prompt" in self.model_fields_set:
                 raise invalid("add_generation_prompt", "can't be combined with continue_final_message")
             self.add_generation_prompt = False
-        for name in NOT_FOR_TEMPLATES:
+        for name, reason in NOT_FOR_TEMPLATES.items():
             if name in self.chat_template_kwargs:
-                raise invalid("chat_template_kwargs", f"{name} is a parameter of its own")
+                raise invalid("chat_template_kwargs", f"{name} {reason}")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise invalid("continue_final_message", "needs an assistant message at the end")
         return self

@@ -62,7 +62,9 @@ BOTH: list[tuple[str, Any]] = [
     ("logit_bias", {"49152": 1}),
     ("logit_bias", {str(i): 1 for i in range(301)}),
     ("logit_bias", [1]),
-    ("bad_words", ["a"] * 33),
+    ("bad_words", [f"word{i}" for i in range(17)]),
+    ("bad_words", ["a" * 129]),
+    ("bad_words", [" "]),
     ("bad_words", ["Supercalifragilisticexpialidocious antidisestablishmentarianism"]),
     ("bad_words", [""]),
     ("ignore_eos", "yes"),
@@ -102,7 +104,16 @@ CHAT_ONLY: list[tuple[str, Any]] = [
     ("chat_template", "{{ x }}"),
     ("continue_final_message", True),
     ("chat_template_kwargs", "x"),
-    ("chat_template_kwargs", {"tools": []}),
+    *[
+        ("chat_template_kwargs", {name: value})
+        for name, value in {
+            "add_generation_prompt": True,
+            "chat_template": "{{ x }}",
+            "continue_final_message": False,
+            "tokenize": True,
+            "tools": [],
+        }.items()
+    ],
     ("best_of", 2),
     ("echo", True),
 ]
