@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from cluster import ray_compat
+from engine.errors import first_line
 
 DRAIN_TIMEOUT_S = 5.0
 KILL_AFTER_S = 2.0
@@ -47,8 +48,7 @@ class LocalRay:
                 log_to_driver=False,
             )
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LocalRayError(f"Ray does not start: {reason} (its logs are in {logs})") from error
+            raise LocalRayError(f"Ray does not start: {first_line(error)} (its logs are in {logs})") from error
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._children = _descendants()
 

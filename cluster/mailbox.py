@@ -159,7 +159,7 @@ class _Receiver(asyncio.Protocol):
             self._transport.abort()
 
     def _check(self, data: bytes) -> bytes:
-        """Takes the secret off the beginning and returns what is behind it. Compares it as a whole: no guessing by byte."""
+        """Takes the secret off the beginning and returns what is behind it. Compares it whole: no guessing by byte."""
         missing = len(self._secret) - len(self._shown)
         self._shown += data[:missing]
         if len(self._shown) < len(self._secret):

@@ -33,7 +33,7 @@ def by_reference(handle: DeploymentHandle[Any], method: str) -> Any:
 async def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Awaitable[Any]]:
     """Calls a method of every replica that is up. The answers come one by one: Serve's own wait is all or nothing."""
     results = await handle.broadcast(method)._fetch_replica_results_async()
-    return [result.get_async() for result in results]
+    return [result.get_async() for result in results]  # type: ignore[no-untyped-call]
 
 
 def replica_rank() -> int:

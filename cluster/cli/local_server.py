@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -17,14 +19,22 @@ from cluster.app import APPLICATION
 from cluster.cli.progress_bars import ProgressDisplay
 from cluster.local_ray import LocalRay, LocalRayError
 from cluster.progress import read_progress
+from engine.errors import first_line
 
 POLL_INTERVAL_S = 0.2
+WATCH_INTERVAL_S = 3.0
+ANSWER_TIMEOUT_S = 30.0
+LOST_DEADLINE_S = 60.0
+"""How long a server that was ready may be without an ingress (Serve replaces what dies) before it is given up."""
 STILL_DEADLINE_S = 900.0
 """Longest time without any progress before start-up is given up."""
 
 
-class StartUpError(RuntimeError):
-    """The server can't start. The message is one line for the user."""
+Answer = TypeVar("Answer")
+
+
+class ServerError(RuntimeError):
+    """The server can't start, or is gone. The message is one line for the user."""
 
 
 def serve_until_stopped(
@@ -42,8 +52,8 @@ def serve_until_stopped(
         ready = not stop.is_set()
         if ready:
             print(f"ready at {_url(host, port)} (Ctrl-C stops it)", file=output, flush=True)
-            _wait(stop)
-    except (StartUpError, LocalRayError) as error:
+            _watch(stop)
+    except (ServerError, LocalRayError) as error:
         print(f"error: {error}", file=output, flush=True)
         return 1
     finally:
@@ -58,41 +68,41 @@ def _start_application(app: serve.Application, host: str, port: int, stop: threa
     """Deploys and waits, showing progress.
 
     Raises:
-        StartUpError: loading failed, or nothing moved for too long.
+        ServerError: loading failed, or nothing moved for too long.
     """
     try:
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=port))
         ray_compat.deploy(app, name=APPLICATION)
     except Exception as error:
-        raise StartUpError(f"Ray Serve does not start: {str(error).strip().splitlines()[0]}") from error
+        raise ServerError(f"Ray Serve does not start: {first_line(error)}") from error
     deadline = time.monotonic() + STILL_DEADLINE_S
     seen = None
     with ProgressDisplay(output) as display:
         while not stop.wait(POLL_INTERVAL_S):
-            records = read_progress(APPLICATION)
+            records = _asked(lambda: read_progress(APPLICATION))
             if records != seen:
                 seen, deadline = records, time.monotonic() + STILL_DEADLINE_S
             for record in records:
                 if record.error is not None:
-                    raise StartUpError(record.error)
+                    raise ServerError(record.error)
                 display.show(record)
             if _is_running():
                 return
             if time.monotonic() > deadline:
-                raise StartUpError(f"nothing moved for {STILL_DEADLINE_S:.0f} s while starting; giving up")
+                raise ServerError(f"nothing moved for {STILL_DEADLINE_S:.0f} s while starting; giving up")
 
 
 def _is_running() -> bool:
     """Whether the application serves.
 
     Raises:
-        StartUpError: Serve has given up on it.
+        ServerError: Serve has given up on it.
     """
-    application = serve.status().applications.get(APPLICATION)
+    application = _asked(serve.status).applications.get(APPLICATION)
     if application is None:
         return False
     if application.status == "DEPLOY_FAILED":
-        raise StartUpError(f"deployment failed: {_last_line(application.message)}")
+        raise ServerError(f"deployment failed: {_last_line(application.message)}")
     return bool(application.status == "RUNNING")
 
 
@@ -104,9 +114,45 @@ def _stop_on_signals(stop: threading.Event) -> None:
         signal.signal(number, on_signal)
 
 
-def _wait(stop: threading.Event) -> None:
-    while not stop.wait(3600):
-        pass
+def _watch(stop: threading.Event) -> None:
+    """Returns when the server is to stop. Serve replaces replicas that die; what it can't mend ends the server.
+
+    Raises:
+        ServerError: Ray or the application is gone, or does not recover.
+    """
+    running_at = time.monotonic()
+    while not stop.wait(WATCH_INTERVAL_S):
+        application = _asked(serve.status).applications.get(APPLICATION)
+        if application is None:
+            raise ServerError("the application was deleted")
+        if application.status in ("RUNNING", "DEPLOYING"):
+            running_at = time.monotonic()
+        elif application.status == "DEPLOY_FAILED" or time.monotonic() - running_at > LOST_DEADLINE_S:
+            raise ServerError(f"the server is {application.status}: {_last_line(application.message)}")
+
+
+def _asked(question: Callable[[], Answer]) -> Answer:
+    """What Ray answers.
+
+    Raises:
+        ServerError: it does not, because something of it has died.
+    """
+    answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(question())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # Ray itself would wait for a dead head node for minutes
+    try:
+        answer = answers.get(timeout=ANSWER_TIMEOUT_S)
+    except queue.Empty:
+        raise ServerError(f"Ray has not answered for {ANSWER_TIMEOUT_S:.0f} s; one of its processes died") from None
+    if isinstance(answer, Exception):
+        raise ServerError(f"Ray does not answer: {first_line(answer)}") from answer
+    return answer
 
 
 def _url(host: str, port: int) -> str:

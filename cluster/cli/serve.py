@@ -8,7 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from backends import check_model
 from cluster.ray_environment import port_problem, set_environment
+from engine.backend import BackendError
 from engine.config import EngineConfig
 
 
@@ -35,7 +37,14 @@ def run(
     if problem is not None:
         print(f"error: {problem}", file=output)
         return 1
+    for note in config.notes():
+        print(f"note: {note}", file=output)
     print(f"starting {config.model_name} …", file=output, flush=True)
+    try:
+        check_model(config)
+    except BackendError as error:
+        print(f"error: {error}", file=output)
+        return 1
     folder = Path(tempfile.mkdtemp(prefix="sliceserve-"))
     try:
         set_environment(folder, haproxy=haproxy)

@@ -12,7 +12,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 import serve_app
-from cluster.preflight import check_model
+from backends import check_model
 from engine.backend import BackendError
 from engine.config import EngineConfig
 
