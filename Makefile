@@ -31,8 +31,8 @@ test: $(VENV)/.installed-dev ## run the tests (some of them: make test ARGS="tes
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev ## style, formatting, types and the one-way import rule
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check --no-cache .
+	@$(BIN)/ruff format --no-cache --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
