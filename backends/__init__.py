@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from engine.backend import Backend, BackendError
+from engine.backend import Backend
 from engine.config import EngineConfig
+from engine.model_files import is_local
 
 
 def create_backend(config: EngineConfig) -> Backend:
-    """The backend that `config.backend` asks for; nothing is loaded yet.
-
-    Raises:
-        BackendError: this machine or version has no such hardware.
-    """
+    """The backend that `config.backend` asks for; nothing is loaded yet."""
     # Imported here because each of them pulls in its hardware's libraries.
     if config.backend == "mock":
         from backends.mock import MockBackend
 
         return MockBackend(config)
-    if config.backend in ("auto", "cpu"):
-        from backends.jax.backend import JaxBackend
+    from backends.jax.backend import JaxBackend
 
-        return JaxBackend(config)
-    raise BackendError(f"backend={config.backend} is not available yet: use backend=cpu, or leave backend out")
+    return JaxBackend(config)
+
+
+def check_model(config: EngineConfig) -> None:
+    """Checks, from headers, a model that lies on this machine; hub models are left to the backend. Takes a second.
+
+    Raises:
+        BackendError: the model can't be served as configured; one line.
+    """
+    if config.backend != "mock" and is_local(config.model):
+        from backends.jax.open_model import open_model
+
+        open_model(config)

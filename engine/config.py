@@ -42,7 +42,9 @@ MODEL, MEMORY, BATCHING, PARALLEL, SERVING, ADAPTERS, MOCK = (
 class EngineConfig(BaseModel):
     """All options of one deployment. Build it with `EngineConfig.from_args`, which gives one-line errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True, allow_inf_nan=False
+    )
 
     # Model
     model: str = option(
@@ -111,11 +113,14 @@ class EngineConfig(BaseModel):
         ge=1,
     )
     prefill_seqs_padding: int = option(
-        8, "Rows of steps that contain prefill are padded to powers of two times this.", group=BATCHING, ge=1
+        8,
+        "Rows of steps that contain prefill are padded to this, four times this, or the most there can be.",
+        group=BATCHING,
+        ge=1,
     )
     prefill_len_padding: int = option(
         512,
-        "Tokens of steps that contain prefill are padded to powers of two up to this, and to multiples of it beyond.",
+        "Tokens of steps that contain prefill are padded to powers of two up to this, in larger steps beyond.",
         group=BATCHING,
         ge=16,
     )
@@ -200,11 +205,26 @@ class EngineConfig(BaseModel):
             "tensor_parallel_size": self.tensor_parallel_size != 1,
             "disagg_topo": self.disagg_topo is not None,
             "enable_lora": self.enable_lora,
+            "max_lora_rank": self.max_lora_rank != 16,
+            "enable_lora_cache": not self.enable_lora_cache,
+            "max_num_mem_cached_lora": self.max_num_mem_cached_lora != 16,
+            "backend": self.backend in ("tpu", "neuron"),
         }
         for name, asked in unavailable.items():
             if asked:
                 raise ValueError(f"{name}={getattr(self, name)} is not available yet; leave {name} out")
         return self
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about options that do less here than their names say; one line each."""
+        notes = []
+        if self.worker_distributed_method == "mp":
+            notes.append("worker_distributed_method=mp: workers are Ray actors here, whatever this option says")
+        if self.tokenizer_mode == "slow":
+            notes.append("tokenizer_mode=slow: where transformers has a tokenizer as a fast one only, that one is used")
+        if not self.warmup:
+            notes.append("warmup=false: the first requests wait while their programs are compiled")
+        return tuple(notes)
 
     @property
     def model_name(self) -> str:

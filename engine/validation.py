@@ -43,7 +43,8 @@ def _check_prompt(request: EngineRequest, info: BackendInfo, longest_prompt: int
     length = len(request.prompt_token_ids)
     if not length:
         raise InvalidRequestError("prompt", "the prompt has no tokens: send at least one")
-    longest = info.max_model_len - (1 if request.sampling.max_tokens else 0)
+    # A sequence's last token is sampled and never cached: max_model_len may be one more than the blocks hold.
+    longest = min(info.max_model_len - (1 if request.sampling.max_tokens else 0), info.num_blocks * info.block_size)
     if length > longest:
         raise InvalidRequestError(
             "prompt",

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 from backends.jax import native
 from backends.jax.attention import NativeAttention, PagedAttention, XlaAttention
 from backends.jax.buckets import Buckets
-from backends.jax.checkpoint import open_checkpoint
 from backends.jax.compilation import (
     CompilationCounter,
     cache_dir,
@@ -26,10 +24,11 @@ from backends.jax.compilation import (
 )
 from backends.jax.idle import idle_batch
 from backends.jax.loading import ParameterLoader
-from backends.jax.memory import KVPlan, device_memory_bytes, plan_kv_cache
+from backends.jax.memory import KVPlan, device_memory_bytes, plan_kv_cache, weight_bytes
 from backends.jax.model import Decoder, Params
-from backends.jax.model_config import ModelConfig, read_model_config
+from backends.jax.model_config import ModelConfig
 from backends.jax.native.build import BuildError
+from backends.jax.open_model import open_model
 from backends.jax.operations import NativeOperations, XlaOperations
 from backends.jax.result import DispatchedStep
 from backends.jax.sampling import sample_native, sample_xla
@@ -47,7 +46,6 @@ from engine.backend import (
 )
 from engine.batch import SlotState, StepBatch
 from engine.config import GIB, EngineConfig
-from engine.model_files import locate_model
 
 logger = logging.getLogger(__name__)
 
@@ -68,47 +66,44 @@ class JaxBackend(Backend):
         if self._info is not None:
             return self._info
         config = self._config
-        device_bytes = device_memory_bytes(config)
-        files = locate_model(config.model, weights=config.load_format != "dummy")
-        model = read_model_config(files)
-        if config.sliding_window is not None:
-            model = replace(model, sliding_window=config.sliding_window)
-        checkpoint = open_checkpoint(files, model, config.load_format, config.seed)
+        model, checkpoint = open_model(config)
         enable_persistent_cache(cache_dir(config))
         self._mesh = create_mesh()
         use_native = self._load_native(model)
-        self._params: Params = ParameterLoader(
-            model, checkpoint, self._mesh, dtype=self._dtype, packed=use_native, stacked=use_native
-        ).load(progress)
         attention = self._attention(model, use_native)
-        weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
-        rows = config.max_decode_seqs
         plan = plan_kv_cache(
             config,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes(checkpoint.shapes, self._dtype),
             bytes_per_block=attention.bytes_per_block,
             model_max_len=model.max_position,
-            max_rows=rows,
-            device_bytes=device_bytes,
+            max_rows=config.max_decode_seqs,
+            device_bytes=device_memory_bytes(config),
         )
-        self._info = self._describe(model, attention, plan, use_native)
+        info = self._describe(model, attention, plan, use_native)
+        self._buckets = Buckets(
+            config,
+            max_tokens=info.max_step_tokens,
+            max_rows=info.max_step_rows,
+            block_size=config.block_size,
+            max_model_len=plan.max_model_len,
+            pads_tables=attention.pads_tables,
+        )
+        loader = ParameterLoader(
+            model, checkpoint, self._mesh, dtype=self._dtype, packed=use_native, stacked=use_native
+        )
+        self._params: Params = loader.load(progress)
         self._allocate(attention, plan, progress)
         operations = NativeOperations() if use_native else XlaOperations()
         self._program = StepProgram(
             decoder=Decoder(config=model, attention=attention, operations=operations),
             sampler=sample_native if use_native else sample_xla,
         )
-        self._buckets = Buckets(
-            config,
-            max_tokens=self._info.max_step_tokens,
-            max_rows=rows,
-            block_size=config.block_size,
-            max_model_len=plan.max_model_len,
-            pads_tables=attention.pads_tables,
-        )
         self._jit = jax.jit(self._program, donate_argnums=1, static_argnames="shape")
         self._write_slot = jax.jit(write_slot, donate_argnums=(0, 1))
-        return self._info
+        self._info = info
+        if not config.warmup:
+            self._counter.arm()
+        return info
 
     def _load_native(self, model: ModelConfig) -> bool:
         """Whether the native kernels are used: as the option says, else where they can be."""
@@ -117,6 +112,8 @@ class JaxBackend(Backend):
         problem = None
         if not NativeAttention.supports(model.head_dim, self._config.block_size):
             problem = f"they don't support head_dim={model.head_dim} with block_size={self._config.block_size}"
+        elif model.hidden_size % 2 or model.intermediate_size % 2:
+            problem = "they want even hidden and intermediate sizes"
         else:
             try:
                 native.load_kernels(cache_dir(self._config) or default_cache_dir())

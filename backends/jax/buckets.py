@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from backends.jax.step import PROMPT_LOGPROB_TILE, StepShape
+from engine.backend import BackendError
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 
 MAX_PROGRAMS = 40
+"""More would make a cold start long; block-table widths are thinned out first."""
 
 
 def doubling(first: int, last: int) -> list[int]:
@@ -63,14 +65,21 @@ class Buckets:
         self._block_size = block_size
         max_blocks = round_up(max_model_len, block_size) // block_size
         widths = doubling(min(config.decode_blocks_padding, max_blocks), max_blocks) if pads_tables else [max_blocks]
-        decode_rows = doubling(min(config.decode_seqs_padding, max_rows), max_rows)
-        self._decode = [StepShape(tokens=r, rows=r, blocks=b, decode_only=True) for r in decode_rows for b in widths]
-        self._mixed = [
-            StepShape(tokens=tokens, rows=rows, blocks=b, decode_only=False)
+        decode = [(r, r) for r in doubling(min(config.decode_seqs_padding, max_rows), max_rows)]
+        mixed = [
+            (tokens, rows)
             for tokens in token_sizes(config.prefill_len_padding, max_tokens)
             for rows in mixed_rows(config.prefill_seqs_padding, min(tokens, max_rows))
-            for b in widths
         ]
+        while len(widths) > 1 and len(widths) * len(decode + mixed) > MAX_PROGRAMS:
+            widths = widths[(len(widths) - 1) % 2 :: 2]  # every other one, and the widest
+        if len(decode + mixed) > MAX_PROGRAMS:
+            raise BackendError(
+                f"these options ask for {len(decode + mixed)} compiled programs, more than {MAX_PROGRAMS}; "
+                "raise decode_seqs_padding or prefill_len_padding, or lower max_decode_seqs or max_num_batched_tokens"
+            )
+        self._decode = [StepShape(tokens=t, rows=r, blocks=b, decode_only=True) for t, r in decode for b in widths]
+        self._mixed = [StepShape(tokens=t, rows=r, blocks=b, decode_only=False) for t, r in mixed for b in widths]
 
     @property
     def shapes(self) -> list[StepShape]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from engine.config import GIB, EngineConfig
 CPU_SHARE_OF_FREE_RAM = 0.5
 CPU_DEFAULT_KV_BYTES = 2 * GIB
 """On CPU the memory belongs to others too: without device_memory_gib or num_blocks the KV cache stops here."""
+
+
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +33,28 @@ def free_ram_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
+    """What the container may still take; files it has read count as free, because they can be dropped."""
     root = Path("/sys/fs/cgroup")
     try:
-        limit = (root / "memory.max").read_text().strip()
+        limit = int((root / "memory.max").read_text())  # "max" where there is none
         used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return 1 << 62
-    return max(0, int(limit) - used) if limit.isdigit() else 1 << 62
+        return _UNLIMITED
+    return max(0, limit - used + int(statistics.get("inactive_file", 0)))
+
+
+def check_context(config: EngineConfig, model_max_len: int) -> None:
+    """Refuses a max_model_len beyond the model's.
+
+    Raises:
+        BackendError: the model has no such context.
+    """
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise BackendError(
+            f"max_model_len={config.max_model_len} is more than the model's {model_max_len} positions; "
+            f"use max_model_len={model_max_len} or less"
+        )
 
 
 def plan_kv_cache(
@@ -49,41 +69,52 @@ def plan_kv_cache(
     """Decides blocks and the longest sequence.
 
     Args:
-        device_bytes: free device memory before the weights were loaded.
+        device_bytes: free device memory before the weights are loaded.
 
     Raises:
-        BackendError: weights or one sequence of max_model_len don't fit, or the model has no such context.
+        BackendError: weights, blocks or one sequence of max_model_len don't fit, or the model has no such context.
     """
-    if config.max_model_len is not None and config.max_model_len > model_max_len:
-        raise BackendError(
-            f"max_model_len={config.max_model_len} is more than the model's {model_max_len} positions; "
-            f"use max_model_len={model_max_len} or less"
-        )
+    check_context(config, model_max_len)
     wanted_len = config.max_model_len or model_max_len
-    most_useful = max_rows * -(-wanted_len // config.block_size)
-    num_blocks = config.num_blocks or min(
-        _fitting_blocks(config, weight_bytes, bytes_per_block, device_bytes), most_useful
-    )
-    capacity = num_blocks * config.block_size
-    if config.max_model_len is not None and capacity < wanted_len and config.num_blocks is None:
-        raise BackendError(
-            f"the KV cache has room for {capacity} tokens, max_model_len={wanted_len} asks for more; "
-            f"lower max_model_len or raise device_memory_gib"
-        )
-    return KVPlan(num_blocks=num_blocks, max_model_len=wanted_len if config.num_blocks else min(wanted_len, capacity))
-
-
-def _fitting_blocks(config: EngineConfig, weight_bytes: int, bytes_per_block: int, device_bytes: int) -> int:
     budget = int(device_bytes * config.hbm_utilization_factor)
-    kv_bytes = budget - weight_bytes
-    if config.device_memory_gib is None:
-        kv_bytes = min(kv_bytes, CPU_DEFAULT_KV_BYTES)
+    history_bytes = 4 * (max_rows + 1) * (wanted_len + 1)
+    kv_bytes = budget - weight_bytes - history_bytes - bytes_per_block  # the last is the dump block
     if kv_bytes < bytes_per_block:
         raise BackendError(
-            f"the weights take {weight_bytes / GIB:.1f} GiB of the budget of {budget / GIB:.1f} GiB, leaving no room "
+            f"the weights take {weight_bytes / GIB:.2f} GiB of the budget of {budget / GIB:.2f} GiB, leaving no room "
             "for KV blocks; raise device_memory_gib or hbm_utilization_factor"
         )
-    return kv_bytes // bytes_per_block
+    num_blocks = _num_blocks(
+        config, kv_bytes, bytes_per_block, most_useful=max_rows * -(-wanted_len // config.block_size)
+    )
+    capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and capacity < wanted_len:
+        cause = "num_blocks" if config.num_blocks else "device_memory_gib"
+        raise BackendError(
+            f"the KV cache has room for {capacity} tokens, max_model_len={wanted_len} asks for more; "
+            f"lower max_model_len or raise {cause}"
+        )
+    return KVPlan(num_blocks=num_blocks, max_model_len=min(wanted_len, capacity))
+
+
+def _num_blocks(config: EngineConfig, kv_bytes: int, bytes_per_block: int, most_useful: int) -> int:
+    fitting = kv_bytes // bytes_per_block
+    if config.num_blocks is not None:
+        if config.num_blocks > fitting:
+            raise BackendError(
+                f"num_blocks={config.num_blocks} takes {config.num_blocks * bytes_per_block / GIB:.2f} GiB, of which "
+                f"{kv_bytes / GIB:.2f} GiB ({fitting} blocks) are free; lower num_blocks or raise device_memory_gib"
+            )
+        return config.num_blocks
+    if config.device_memory_gib is None:
+        fitting = max(1, min(fitting, CPU_DEFAULT_KV_BYTES // bytes_per_block))
+    return min(fitting, most_useful)
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """What tensors of these shapes take on the device: matrices in `dtype`, vectors in float32."""
+    item = 2 if dtype == "bfloat16" else 4
+    return sum(math.prod(shape) * (item if len(shape) > 1 else 4) for shape in shapes.values())
 
 
 def device_memory_bytes(config: EngineConfig) -> int:

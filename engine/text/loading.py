@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
+from engine.errors import first_line
 from engine.gguf_header import read_gguf_header
 from engine.model_files import ModelFiles, locate_model
 from engine.text.gguf_tokenizer import gguf_tokenizer
@@ -57,7 +58,7 @@ def _from_folder(folder: Path, source: str, config: EngineConfig) -> Any:
         if "trust_remote_code" in str(error):
             reason = "it runs code of its own; if you trust that, set trust_remote_code=true"
         else:
-            reason = _first_line(error)
+            reason = first_line(error)
         raise BackendError(f"the tokenizer of {source} can't be loaded: {reason}") from None
 
 
@@ -74,7 +75,7 @@ def _from_gguf(files: ModelFiles, config: EngineConfig) -> Any:
     try:
         hf = gguf_tokenizer(files.path)
     except Exception as error:  # the converter trusts the metadata
-        raise BackendError(f"the tokenizer of {files.source} can't be converted: {_first_line(error)}") from None
+        raise BackendError(f"the tokenizer of {files.source} can't be converted: {first_line(error)}") from None
     _store(hf, cached)
     return hf
 
@@ -114,7 +115,3 @@ def _read_template(path: Path, hf: Any) -> str:
     except (TemplateError, TypeError, ValueError):
         pass  # it compiles, and may want other messages than this
     return template
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.errors import first_line
 from engine.text.loading import load_hf_tokenizer
 from engine.text.token_table import Joining, TokenTable, build_token_table
 
@@ -176,7 +177,7 @@ class Tokenizer:
             OverflowError,
             ArithmeticError,
         ) as error:
-            raise TextError(f"the chat template refuses the conversation: {_first_line(error)}") from None
+            raise TextError(f"the chat template refuses the conversation: {first_line(error)}") from None
         return text
 
 
@@ -188,7 +189,3 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
         ConfigError: the file of option chat_template can't be used.
     """
     return Tokenizer(load_hf_tokenizer(config))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -27,7 +27,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(ABC):
-    """Attention of a decoder's layers over one KV cache. Padding writes to the dump block behind the last."""
+    """Attention of a decoder's layers over one KV cache. The block behind the last is a dump for padding."""
 
     num_layers: int
     num_heads: int

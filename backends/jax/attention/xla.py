@@ -70,6 +70,8 @@ class XlaAttention(PagedAttention):
 
     def _attend(self, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
         """q [..., h, n, d], keys and values [..., h, m, d], seen [..., n, m] -> [..., h, n, d]."""
+        # What a former owner left in a block is multiplied with weight 0, which a NaN survives.
+        values = jnp.where(jnp.any(seen, axis=-2)[..., None, :, None], values, 0)
         product = {"preferred_element_type": jnp.float32}
         scores = jnp.einsum("...hnd,...hmd->...hnm", q.astype(keys.dtype), keys, **product)
         probabilities = jax.nn.softmax(jnp.where(seen[..., None, :, :], scores, -jnp.inf), axis=-1)
@@ -93,7 +95,9 @@ class XlaAttention(PagedAttention):
             first = inputs.kv_lens[row] - (inputs.query_starts[row + 1] - start)  # position of the tile's first token
             queries = jax.lax.dynamic_slice_in_dim(padded, start, QUERY_TILE).transpose(1, 0, 2, 3)
             keys, values = self._gather(cache, layer, inputs.block_tables[row])  # [h, m, d]
-            seen = self._visible(first + jnp.repeat(jnp.arange(QUERY_TILE), group), keys.shape[-2])
+            # Queries behind the row's end are padding: they see what its last one sees.
+            positions = jnp.minimum(first + jnp.repeat(jnp.arange(QUERY_TILE), group), inputs.kv_lens[row] - 1)
+            seen = self._visible(positions, keys.shape[-2])
             result = self._attend(queries.reshape(kv_heads, -1, d), keys, values, seen)
             result = result.reshape(kv_heads, QUERY_TILE, group, d).transpose(1, 0, 2, 3)
             # What this writes behind its row's end, the next row's tile overwrites.

@@ -74,6 +74,11 @@ struct Attention {
       T* values = TileOf(row, position, h, 1);
       for (int64_t i = 0; i < d; ++i) keys[(i / P * tile() + slot) * P + i % P] = Element<T>::From(rotated[i]);
       for (int64_t i = 0; i < d; ++i) values[(slot / P * d + i) * P + slot % P] = Element<T>::From(v[i]);
+      // What a former owner left behind the row's end is multiplied with weight 0, which a NaN survives: whoever starts
+      // a tile clears its rest.
+      if (index == count - 1 && index >= slot)
+        for (int64_t s = slot + 1; s < tile(); ++s)
+          for (int64_t i = 0; i < d; ++i) values[(s / P * d + i) * P + s % P] = T{};
     }
   }
 

@@ -1,4 +1,5 @@
-// What XLA calls: argument checking, then linear.h and attention.h. The Python side is backends/jax/native/__init__.py.
+// What XLA calls: unpacks buffers for the other headers. Shapes are right by construction in
+// backends/jax/native/__init__.py.
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -66,7 +67,7 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::B
   const int64_t t = out->dimensions()[0], heads = out->dimensions()[1], dim = out->dimensions()[2];
   const AttentionShape shape{heads, c[3], dim, c[4] / dim, tables.dimensions()[1], window, scale};
   const int64_t offset = layer.typed_data()[0] * c[1] * c[2] * c[3] * c[4];
-  const int64_t rows = num_rows.typed_data()[0];
+  const int64_t rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, kv_lens.dimensions()[0]);
   const int32_t* starts = query_starts.typed_data();
   auto run = [&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;

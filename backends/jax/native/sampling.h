@@ -62,6 +62,10 @@ inline double Weights(const float* x, int64_t n, float top, float temperature, f
 inline float Threshold(const float* weights, int64_t n, double total, const RowSampling& row, std::vector<float>& kept) {
   float threshold = row.min_p;
   if (row.top_k <= 0 && row.top_p >= 1.0f) return threshold;
+  if (threshold > 0.0f) {
+    total = 0;
+    for (int64_t j = 0; j < n; ++j) total += weights[j] >= threshold ? weights[j] : 0.0f;
+  }
   // Tokens below this together weigh less than the 1 - top_p that may be cut, so the nucleus is among the others.
   const float floor = row.top_p < 1.0f && row.top_k <= 0 ? float((1.0 - row.top_p) * total / double(n)) : 0.0f;
   kept.clear();
@@ -73,9 +77,6 @@ inline float Threshold(const float* weights, int64_t n, double total, const RowS
     total = 0;
     for (int64_t j = 0; j < n; ++j) total += weights[j] >= threshold ? weights[j] : 0.0f;
     kept.erase(std::remove_if(kept.begin(), kept.end(), [&](float w) { return w < threshold; }), kept.end());
-  } else if (row.top_k > 0 || row.min_p > 0) {
-    total = 0;
-    for (float w : kept) total += w;
   }
   if (row.top_p >= 1.0f) return threshold;
   std::sort(kept.begin(), kept.end(), std::greater<float>());

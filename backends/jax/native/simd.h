@@ -46,10 +46,11 @@ inline float FromBits(uint32_t bits) {
   return x;
 }
 
-// Round to nearest even.
+// Round to nearest even; a NaN stays one.
 inline uint16_t ToBf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 

@@ -315,3 +315,41 @@ def test_both_samplers_draw_the_same_tokens(seed: int, top_k: int, top_p: float,
     assert (ours != plain).sum() <= 2
     greedy = np.asarray(rows.temperature) == 0
     np.testing.assert_array_equal(ours[greedy], logits.argmax(-1)[greedy])
+
+
+def test_cuts_over_a_large_vocabulary_keep_what_the_formula_keeps() -> None:
+    """Small min-p and top-p together: tokens near the cuts are many, and their weights tiny."""
+    rng = np.random.default_rng(8)
+    count, vocab = 300, 49152
+    for top_p, min_p, top_k in ((0.95, 1e-5, 0), (0.9, 0.0, 0), (0.99, 1e-4, 2000)):
+        logits = (rng.standard_normal(vocab) * 1.5).astype(np.float32)
+        p = cut_distribution(logits.astype(np.float64), 1.0, top_k, top_p, min_p)
+        rows = sampling_rows(
+            count,
+            top_p=np.full(count, top_p, np.float32),
+            min_p=np.full(count, min_p, np.float32),
+            top_k=np.full(count, top_k, np.int32),
+        )
+        num_rows = jnp.array([count], jnp.int32)
+        drawn = np.asarray(sample_native(jnp.tile(logits, (count, 1)), rows, num_rows))
+        plain = np.asarray(sample_xla(jnp.tile(logits, (count, 1)), rows, num_rows))
+        border = p[p > 0].min()
+        assert (p[drawn] > 0).mean() > 0.99
+        # The same uniform draws from the same cut distribution, apart from rounding in the sums.
+        assert (np.abs(np.cumsum(p)[drawn] - np.cumsum(p)[plain]) < 1e-3 + border).all()
+
+
+@pytest.mark.parametrize("kind", [NativeAttention, XlaAttention])
+def test_what_a_former_owner_left_in_a_block_does_not_spread(kind: type[PagedAttention]) -> None:
+    attention = kind(
+        num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, block_size=32, window=None, dtype="float32"
+    )
+    runner = Runner(attention, 0, np.zeros(8, np.float32))
+    spec = attention.cache_shape(2)
+    cache = jnp.full(spec.shape, jnp.nan, spec.dtype)
+    rng = np.random.default_rng(0)
+    tables = np.array([[1, 0]], np.int32)
+    for start, count in ((0, 20), (20, 1), (21, 14), (35, 1)):
+        row = rng.standard_normal((count, 4, 16), np.float32)
+        out, cache = runner.run(cache, [row], [start + count], tables)
+        assert np.isfinite(out).all()
