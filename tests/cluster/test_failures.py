@@ -1,4 +1,4 @@
-"""Engines that hang and engines that die, as a client sees them, beside an application that goes on."""
+"""Engines that hang and engines that die, as a client sees them: an error with its reason, then a new engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import httpx
 from tests.cluster.apps import completion, deployed, eventually, replica_processes
 
 
-def test_a_hanging_engine_is_unhealthy_and_a_dead_one_is_replaced(serve_url: str) -> None:
-    with deployed(serve_url, "frail", mock_step_ms=50, step_deadline_s=2) as url:
+def health(url: str) -> httpx.Response:
+    return httpx.get(f"{url}/health", timeout=20)
+
+
+def test_an_engine_that_dies_ends_its_streams_with_an_error_and_is_replaced(serve_url: str) -> None:
+    with deployed(serve_url, "frail", mock_step_ms=50) as url:
         [engine] = replica_processes("frail", "Engine")
         body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
@@ -20,16 +24,20 @@ def test_a_hanging_engine_is_unhealthy_and_a_dead_one_is_replaced(serve_url: str
             engine.kill()
             last = list(lines)[-1]
         assert "engine" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        refused = completion(url)
-        assert refused.status_code in (200, 503)  # 200 once the replacement is up
         eventually(lambda: completion(url).status_code == 200, 60)
-        assert httpx.get(f"{url}/health", timeout=15).status_code == 200
+        assert replica_processes("frail", "Engine") != [engine]
+        assert health(url).status_code == 200
 
 
-def test_health_says_so_when_a_step_takes_longer_than_its_deadline(serve_url: str) -> None:
-    with deployed(serve_url, "slow", mock_step_ms=2500, step_deadline_s=0.5) as url, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(completion, url, max_tokens=2)
-        eventually(lambda: httpx.get(f"{url}/health", timeout=15).status_code == 503, 10)
-        health = httpx.get(f"{url}/health", timeout=15)
-        assert health.status_code != 503 or "no step" in health.json()["error"]["message"]
-        assert answer.result().status_code in (200, 500, 503)
+def test_an_engine_that_hangs_says_so_its_clients_get_an_error_and_it_is_replaced(serve_url: str) -> None:
+    hanging = {"mock_step_ms": 10_000_000, "step_deadline_s": 1, "warmup": False}
+    with deployed(serve_url, "stuck", **hanging) as url, ThreadPoolExecutor(1) as pool:
+        [engine] = replica_processes("stuck", "Engine")
+        answer = pool.submit(completion, url, timeout=180)
+        eventually(lambda: health(url).status_code == 503, 15)
+        assert "no step for" in health(url).json()["error"]["message"]
+        failed = answer.result(180)
+        assert failed.status_code >= 500
+        assert failed.json()["error"]["message"]
+        eventually(lambda: health(url).status_code == 200, 60)
+        assert engine not in replica_processes("stuck", "Engine")

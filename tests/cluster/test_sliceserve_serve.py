@@ -19,6 +19,7 @@ import pytest
 
 from cluster.cli.progress_bars import ProgressDisplay
 from cluster.progress import StartUp
+from tests.backends.models import save_as_gguf, tiny_llama
 from tests.conftest import free_port
 
 PROGRAM = str(Path(sys.executable).with_name("sliceserve"))
@@ -75,6 +76,50 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     assert len(errors) == 1
     assert "/no/such/model" in errors[0]
     assert not any("Traceback" in line or "ray::" in line for line in said)
+
+
+def spoilt(kind: str, folder: Path) -> list[str]:
+    """The flags that serve a tiny model with one thing wrong."""
+    model = tiny_llama(folder / "tiny")
+    if kind == "context":
+        return [f"--model={model}", "--max_model_len=4096"]
+    file = model / "model.safetensors"
+    if kind == "gguf":
+        file = save_as_gguf(model, folder / "tiny.gguf")
+        model = file
+    os.truncate(file, file.stat().st_size // 2)
+    return [f"--model={model}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("safetensors", "model.safetensors"), ("gguf", "tiny.gguf"), ("context", "max_model_len=4096")]
+)
+def test_a_model_that_cannot_be_served_is_one_line_before_ray_starts(kind: str, words: str, tmp_path: Path) -> None:
+    flags = [*spoilt(kind, tmp_path), f"--port={free_port()}"]
+    ended = subprocess.run([PROGRAM, "serve", *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    starting, error = ended.stderr.splitlines()
+    assert starting.startswith("starting ")
+    assert error.startswith("error: ")
+    assert words in error
+
+
+def test_serve_run_says_in_one_line_which_option_it_does_not_know() -> None:
+    command = [str(Path(sys.executable).with_name("serve")), "run", "serve_app:app", "max_model_length=10"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    [error] = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
+    assert "did you mean max_model_len?" in error
+
+
+def test_options_that_do_less_than_they_say_are_noted(tmp_path: Path) -> None:
+    flags = ["--worker_distributed_method=mp", "--tokenizer_mode=slow", f"--model={tmp_path / 'none'}"]
+    command = [PROGRAM, "serve", *flags, f"--port={free_port()}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    notes = [line for line in ended.stderr.splitlines() if line.startswith("note: ")]
+    assert "worker_distributed_method=mp" in notes[0]
+    assert "tokenizer_mode=slow" in notes[1]
 
 
 def test_a_port_in_use_is_one_line_before_anything_starts() -> None:
