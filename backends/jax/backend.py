@@ -159,7 +159,7 @@ class JaxBackend(Backend):
     def _allocate(self, attention: PagedAttention, plan: KVPlan, progress: Progress) -> None:
         blocks = plan.num_blocks
         size = blocks * attention.bytes_per_block
-        detail = f"{blocks} blocks, {blocks * attention.block_size} tokens, {size / GIB:.2f} GiB"
+        detail = f"{blocks * attention.block_size} tokens, {size / GIB:.2f} GiB"
         progress("allocating KV blocks", 0, blocks, detail)
         placed = sharding(self._mesh)
         cache = attention.cache_shape(blocks)
@@ -174,7 +174,7 @@ class JaxBackend(Backend):
             new_slot_tables(self._config.max_decode_seqs, self._capabilities), placed
         )
         jax.block_until_ready(self._state.cache)
-        logger.info("KV cache: %s (%d bytes)", detail, size)
+        logger.info("KV cache: %d blocks, %s (%d bytes)", blocks, detail, size)
         progress("allocating KV blocks", blocks, blocks, detail)
 
     def warmup(self, progress: Progress = no_progress) -> None:

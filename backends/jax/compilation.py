@@ -17,7 +17,7 @@ from engine.backend import Progress
 from engine.config import EngineConfig
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-PHASE = "compiling"
+PHASE = "compiling buckets"
 
 
 def default_cache_dir() -> Path:
@@ -75,5 +75,5 @@ def compile_all(
             futures[pool.submit(lower().compile)] = key
         for done, future in enumerate(as_completed(futures), start=1):
             programs[futures[future]] = future.result()
-            progress(PHASE, done, total, f"bucket {done} of {total}")
+            progress(PHASE, done, total)
     return programs

@@ -21,6 +21,7 @@ from backends.jax.weights import DenseWeight, PackedWeight
 from engine.backend import Progress
 
 Array = NDArray[Any]
+MIB = 1 << 20
 ALIGNMENT = 64
 """Bytes; an array so aligned becomes a CPU device array without a copy."""
 
@@ -54,7 +55,7 @@ class ParameterLoader:
         def advance(tensor: str) -> None:
             nonlocal done
             done += self._checkpoint.num_bytes(tensor)
-            progress("reading weights", done, total, tensor)
+            progress("reading weights", done // MIB, total // MIB, f"MiB, {tensor}")
 
         specs = parameters(self._config)
         params: dict[str, Any] = {p.name: self._whole(p, advance) for p in specs if not p.per_layer}

@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 
 from cluster.cli.flags import FlagError, FlagParser
+from cluster.cli.server_flags import add_server_flags, server_url
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt and forgets, /quit (or Ctrl-D) ends."
+DEFAULTS = {"temperature": 0.7, "max_tokens": 1024}
+"""A conversation should make sense, and end: small models ramble at the API's default temperature of 1."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty")
 
 
@@ -73,7 +76,7 @@ def chat(argv: Sequence[str]) -> int:
         return _complain(str(error), 2)
     headers = {"Authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
     timeout = httpx.Timeout(flags.timeout, connect=5)
-    base_url = flags.url.rstrip("/").removesuffix("/v1")
+    base_url = server_url(flags)
     try:
         with httpx.Client(base_url=base_url, headers=headers, timeout=timeout) as client:
             model = flags.model or _served_model(client)
@@ -85,7 +88,7 @@ def chat(argv: Sequence[str]) -> int:
     except ChatError as error:
         return _complain(str(error), 1)
     except httpx.InvalidURL as error:
-        return _complain(f"--url={flags.url}: {error}", 2)
+        return _complain(f"--url={base_url}: {error}", 2)
     return 0
 
 
@@ -173,15 +176,17 @@ def _parser() -> FlagParser:
     parser = FlagParser(
         "sliceserve chat", "Talk to a running server. Reads one question from a pipe, or many from a terminal."
     )
-    parser.add_argument("--url", default="http://127.0.0.1:7080", help="base URL (default: %(default)s)")
+    add_server_flags(parser)
     parser.add_argument("--model", help="model name (default: the first the server lists)")
     parser.add_argument("--system", help="system prompt")
     parser.add_argument("--api_key", help="sent as bearer token")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds without a byte before giving up (default: 120)"
     )
-    sampling = parser.add_argument_group("Sampling (default: the server's)")
+    sampling = parser.add_argument_group("Sampling (where nothing is said: the server's defaults)")
     for name in SAMPLING:
         kind = int if name in ("top_k", "max_tokens", "seed") else float
-        sampling.add_argument(f"--{name}", type=kind, metavar=kind.__name__)
+        default = DEFAULTS.get(name)
+        said = None if default is None else "(default: %(default)s)"
+        sampling.add_argument(f"--{name}", type=kind, metavar=kind.__name__, default=default, help=said)
     return parser

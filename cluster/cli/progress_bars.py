@@ -61,7 +61,8 @@ class ProgressDisplay:
         edge = previous is None or previous.phase != record.phase or record.done >= record.total
         if edge or now - self._last_line.get(record.replica, 0.0) > LINE_INTERVAL_S:
             self._last_line[record.replica] = now
-            self._print(f"{record.phase}: {record.done} of {record.total} {record.detail}".rstrip())
+            detail = f" ({record.detail})" if record.detail else ""
+            self._print(f"{record.phase}: {record.done} of {record.total}{detail}")
 
     def _finish(self, record: StartUp | None) -> None:
         """A phase that is left behind is complete, even if its last record was overwritten before it was read."""

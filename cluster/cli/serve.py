@@ -45,6 +45,7 @@ def run(
     except BackendError as error:
         print(f"error: {error}", file=output)
         return 1
+    print("starting Ray …", file=output, flush=True)
     folder = Path(tempfile.mkdtemp(prefix="sliceserve-"))
     try:
         set_environment(folder, haproxy=haproxy)

@@ -1,6 +1,6 @@
 """Compiles the C++ kernels for the machine they run on, once, into the user's cache folder.
 
-`python -m backends.jax.native.build` does it ahead of time; otherwise the first server start does. Without a compiler
+`make install` does it ahead of time; otherwise the first server start does. Without a compiler
 the backend falls back to plain XLA, which is several times slower on CPU; nothing else changes.
 """
 
@@ -80,10 +80,7 @@ def main() -> None:
     from backends.jax.compilation import default_cache_dir
 
     try:
-        print(f"CPU kernels: {build(default_cache_dir()).name}")
+        build(default_cache_dir())
+        print("CPU kernels are compiled for this machine")
     except (BuildError, OSError) as error:
-        print(f"CPU kernels not built, serving on CPU will use plain XLA: {error}")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"CPU kernels are not compiled, serving on CPU will be several times slower: {error}")

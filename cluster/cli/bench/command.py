@@ -19,6 +19,7 @@ from cluster.cli.bench.plot import PlotError, check_plot, write_plot
 from cluster.cli.bench.report import LevelReport, Objective, summarize, table
 from cluster.cli.bench.workload import PromptShape, WorkItem, WorkloadError, jsonl_items, random_items
 from cluster.cli.flags import FlagError, FlagParser
+from cluster.cli.server_flags import add_server_flags, server_url
 
 DESCRIPTION = """Put load on an OpenAI-compatible server and measure TTFT (time to first token), TPOT (time per output
 token after the first), ITL (gaps between arrivals), E2E (whole requests), throughput and goodput."""
@@ -130,7 +131,7 @@ def _write_files(flags: argparse.Namespace, model: str, reports: list[LevelRepor
         content = {"model": model, "settings": settings, "levels": [report.to_json() for report in reports]}
         flags.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if flags.plot:
-        write_plot(flags.plot, reports, title=f"{model} at {flags.url}", table=text)
+        write_plot(flags.plot, reports, title=f"{model} at {server_url(flags)}", table=text)
 
 
 def _plan(flags: argparse.Namespace) -> BenchPlan:
@@ -140,7 +141,7 @@ def _plan(flags: argparse.Namespace) -> BenchPlan:
     extra = {"temperature": flags.temperature, **({"ignore_eos": True} if flags.ignore_eos else {}), **flags.extra}
     endpoint = Endpoint(model=flags.model or "", chat=chat, timeout_s=flags.timeout, extra=extra)
     return BenchPlan(
-        target=Target.from_url(flags.url),
+        target=Target.from_url(server_url(flags)),
         endpoint=endpoint,
         levels=_levels(flags),
         items=_items(flags, chat),
@@ -180,7 +181,7 @@ def _items(flags: argparse.Namespace, chat: bool) -> Iterator[WorkItem]:
 def _parser() -> FlagParser:
     parser = FlagParser("sliceserve bench", DESCRIPTION)
     server = parser.add_argument_group("Server")
-    server.add_argument("--url", default="http://127.0.0.1:7080", help="base URL (default: %(default)s)")
+    add_server_flags(server)
     server.add_argument("--model", help="model name (default: the first the server lists)")
     server.add_argument("--api_key", help="sent as bearer token")
     server.add_argument(

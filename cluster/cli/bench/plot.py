@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlotError("--plot needs matplotlib: pip install 'sliceserve[bench]'") from None
+        raise PlotError("--plot needs matplotlib; install it with: pip install matplotlib") from None
 
 
 def write_plot(path: Path, reports: Sequence[LevelReport], *, title: str, table: str) -> None:
