@@ -17,6 +17,8 @@ APPLICATION = "sliceserve"
 
 SPARE_CALLS = 64
 """Calls beyond requests that a replica takes: health, metrics, and requests that are about to be refused."""
+SPARE_CONNECTIONS = 1024
+"""HTTP requests beyond twice the engine's that an ingress holds; Serve answers more than that with its own 429."""
 DRAIN_TIMEOUT_S = 120.0
 """How long a replica that is to stop may finish its requests."""
 CONSTRUCTOR_TRIES = 2
@@ -43,7 +45,7 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
         ray_actor_options={"num_cpus": ENGINE_CPUS},
         # The engine's own bounded queue decides who is refused; Serve's limits lie beyond it.
         max_ongoing_requests=requests + SPARE_CALLS,
-        max_queued_requests=SPARE_CALLS,
+        max_queued_requests=requests,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
@@ -54,7 +56,8 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
         name="Ingress",
         num_replicas=config.num_ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        max_ongoing_requests=requests + SPARE_CALLS,
+        # Room for probes, and for clients that are slow to send a request, beside all that the engine takes.
+        max_ongoing_requests=2 * requests + SPARE_CONNECTIONS,
         max_queued_requests=requests,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         max_constructor_retry_count=CONSTRUCTOR_TRIES,

@@ -102,6 +102,7 @@ class EngineServer:
         if refusal is not None:
             return refusal
         self._admissions[request.request_id] = admission
+        connection.post([(stream, RequestOutput(request_id=request.request_id))])  # tells the ingress: admitted
         ended = False
         try:
             ended = await admission.ended

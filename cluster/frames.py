@@ -63,7 +63,7 @@ def from_rows(request_id: str, rows: Sequence[Row]) -> RequestOutput:
         return from_row(request_id, rows[0])
     if all(len(row) == _SHORT for row in rows):
         tokens = tuple(chain.from_iterable(row[1] for row in rows))
-        return RequestOutput(request_id=request_id, token_ids=tokens, num_cached_tokens=rows[0][2])
+        return RequestOutput(request_id=request_id, token_ids=tokens, num_cached_tokens=rows[-1][2])
     return merge([from_row(request_id, row) for row in rows])
 
 

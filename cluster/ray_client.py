@@ -30,6 +30,8 @@ CONTROL_TIMEOUT_S = 10.0
 """Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
 BROADCAST_TIMEOUT_S = 5.0
 """Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
+ADMISSION_TIMEOUT_S = 10.0
+"""Longest wait for an engine to take a request: it says so at once, with an output that holds nothing."""
 LAST_FRAME_TIMEOUT_S = 10.0
 """Longest wait for the last tokens once the engine server said that the request has ended."""
 
@@ -93,9 +95,12 @@ class RayEngineClient:
 
     async def _outputs(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> AsyncGenerator[RequestOutput, None]:
         started = False
+        await self._admission(inbox, call)
         while True:
             await self._arrival(inbox, call)
             output = inbox.take()
+            if output is not None and _says_nothing(output):
+                continue
             if output is None:
                 refusal = call.result() or LAST_FRAME_LOST
                 if not started:
@@ -108,6 +113,15 @@ class RayEngineClient:
             yield output
             if output.finish_reason is not None:
                 return
+
+    async def _admission(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> None:
+        """Waits for the engine's word that it has the request. Without a replica, Serve would wait for one for ever."""
+        try:
+            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
+                if not call.done():
+                    await inbox.wait()
+        except TimeoutError:
+            raise EngineUnavailableError(NO_ENGINE) from None
 
     async def _arrival(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> None:
         """Returns when there is something in the inbox, or nothing will come any more."""
@@ -165,3 +179,7 @@ async def _broadcast(deployment: DeploymentHandle[Any], method: str) -> list[Any
         silent = len(calls) - len(good)
         logger.warning("%s: %d of %d replicas do not answer %s", deployment.deployment_name, silent, len(calls), method)
     return good
+
+
+def _says_nothing(output: RequestOutput) -> bool:
+    return not output.token_ids and output.finish_reason is None and output.prompt_logprobs is None
