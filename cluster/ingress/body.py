@@ -57,7 +57,12 @@ async def read_body(
 
 def parse_json(raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant, parse_int=_whole)
+        # Not left to json.loads: of bytes it takes UTF-16 too, and halves of surrogate pairs.
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8: byte {error.start} is wrong", code="invalid_json") from None
+    try:
+        body = json.loads(text, parse_constant=_refuse_constant, parse_int=_whole)
     except RecursionError:
         raise ApiError("the body is not usable JSON: nested too deeply", code="invalid_json") from None
     except ValueError as error:

@@ -25,9 +25,7 @@ def read_chat(request: ChatRequest, limits: Limits) -> Prompt:
         )
     except TextError as error:
         raise invalid("messages", str(error)) from None
-    ids = limits.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
-    check_prompt_length("messages", len(ids), limits)
-    return Prompt(token_ids=tuple(ids))
+    return Prompt(token_ids=_encode("messages", text, request.add_special_tokens, limits))
 
 
 def read_completion(request: CompletionRequest, limits: Limits) -> list[Prompt]:
@@ -41,13 +39,20 @@ def read_completion(request: CompletionRequest, limits: Limits) -> list[Prompt]:
 
 def _read_one(prompt: str | list[int], request: CompletionRequest, limits: Limits) -> Prompt:
     if isinstance(prompt, str):
-        ids = limits.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-        check_prompt_length("prompt", len(ids), limits)
-        return Prompt(token_ids=tuple(ids), text=prompt)
+        return Prompt(token_ids=_encode("prompt", prompt, request.add_special_tokens, limits), text=prompt)
     check_prompt_length("prompt", len(prompt), limits)
     _check_ids(prompt, limits)
     text = limits.tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens) if request.echo else ""
     return Prompt(token_ids=tuple(prompt), text=text)
+
+
+def _encode(param: str, text: str, add_special_tokens: bool, limits: Limits) -> tuple[int, ...]:
+    try:
+        ids = limits.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except TextError as error:
+        raise invalid(param, str(error)) from None
+    check_prompt_length(param, len(ids), limits)
+    return tuple(ids)
 
 
 def _check_ids(ids: list[int], limits: Limits) -> None:

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from backends.mock import MockBackend
+from cluster.ingress.errors import ApiError
+from cluster.ingress.prompts import read_completion
 from cluster.ingress.protocol.chat import ChatRequest
 from cluster.ingress.protocol.completion import CompletionRequest
 from cluster.ingress.protocol.unavailable import CHAT as CHAT_NEUTRAL
+from cluster.ingress.sampling import Limits
+from engine.config import EngineConfig
+from engine.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -226,6 +232,29 @@ def test_half_a_surrogate_pair_is_a_400(http: httpx.Client, body: str, param: st
         400,
         "messages[0].content",
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"instances": [{"prompt": "\xed\xa0\x80"}]}',
+        '{"prompt": "Hi"}'.encode("utf-16"),
+    ],
+)
+@pytest.mark.parametrize("route", [CHAT, COMPLETION, "/generate"])
+def test_a_body_that_is_not_utf_8_is_a_400(http: httpx.Client, route: str, body: bytes) -> None:
+    response = http.post(route, content=body)
+    assert refusal(response) == (400, None)
+    assert "the body is not UTF-8" in response.json()["error"]["message"]
+
+
+def test_text_that_the_tokenizer_refuses_is_a_400(tokenizer: Tokenizer) -> None:
+    limits = Limits(info=MockBackend(EngineConfig()).load(), tokenizer=tokenizer)
+    with pytest.raises(ApiError, match="prompt: .*surrogate") as raised:
+        read_completion(CompletionRequest(prompt="\ud800"), limits)
+    assert raised.value.status == 400
 
 
 def test_a_prompt_that_is_too_long_says_both_lengths(http: httpx.Client) -> None:
