@@ -80,8 +80,13 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def engine_failed(reason: str | None) -> ApiError:
-    """The engine ended a request with an error instead of an answer."""
-    return ApiError(reason or "the engine stopped before the answer was complete", status=500, kind="server_error")
+    """The engine died or stopped, which ends all of its requests: another one, or itself again, will answer."""
+    return to_api_error(EngineUnavailableError(reason or "the engine stopped before the answer was complete"))
+
+
+def engine_cut_off() -> ApiError:
+    """The engine ended a request early that nobody had aborted: a bug."""
+    return ApiError("the engine ended the request before the answer was complete", status=500, kind="server_error")
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster.client import EngineClient
 from cluster.ingress.choice import ChoiceText, Delta
-from cluster.ingress.errors import engine_failed
+from cluster.ingress.errors import engine_cut_off, engine_failed
 from cluster.ingress.logprobs import ScoredToken
 from cluster.ingress.plan import Choice, Job
 from engine.request import FinishReason, TokenLogprobs
@@ -41,13 +41,15 @@ class Runner:
             async for output in outputs:
                 if output.finish_reason is FinishReason.TIMEOUT:
                     raise TimeoutError
-                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                if output.finish_reason is FinishReason.ERROR:
                     raise engine_failed(output.error)
+                if output.finish_reason is FinishReason.ABORT:
+                    raise engine_cut_off()
                 delta = text.push(output)
                 yield delta
                 if delta.finish_reason is not None:
                     return
-        raise engine_failed(None)
+        raise engine_cut_off()
 
     async def _all(self, job: Job) -> AsyncGenerator[Delta, None]:
         arrived: asyncio.Queue[Delta | BaseException] = asyncio.Queue()

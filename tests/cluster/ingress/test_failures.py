@@ -18,6 +18,7 @@ from engine.request import EngineRequest, FinishReason, RequestOutput
 from tests.cluster.ingress.local_client import LocalServer, local_server
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+GONE = "the engine that served this request is gone; try again"
 
 
 class BreakingBackend(MockBackend):
@@ -112,6 +113,34 @@ def test_time_up_in_the_engine_is_the_same_as_in_the_ingress(slow: LocalServer) 
     slow.client.generate = late  # type: ignore[method-assign]
     error = httpx.post(f"{slow.url}/v1/chat/completions", json=CHAT)
     assert (error.status_code, error.json()["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("route", "body"), [("/v1/chat/completions", {**CHAT, "n": 2}), ("/generate", {"instances": [{"prompt": "a"}]})]
+)
+def test_an_engine_that_goes_before_a_document_is_complete_is_a_503(
+    slow: LocalServer, route: str, body: dict[str, object]
+) -> None:
+    async def dies(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput(request_id=request.request_id, token_ids=(50,))
+        yield RequestOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=GONE)
+
+    slow.client.generate = dies  # type: ignore[method-assign]
+    refused = httpx.post(slow.url + route, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_engine")
+    assert refused.json()["error"]["message"] == GONE
+    assert int(refused.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, None])
+def test_an_answer_that_the_engine_cuts_off_is_a_500(slow: LocalServer, reason: FinishReason | None) -> None:
+    async def cuts_off(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput(request_id=request.request_id, token_ids=(50,), finish_reason=reason)
+
+    slow.client.generate = cuts_off  # type: ignore[method-assign]
+    answer = httpx.post(f"{slow.url}/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 500
+    assert "before the answer was complete" in answer.json()["error"]["message"]
 
 
 def test_an_engine_that_breaks_ends_streams_with_an_error_event_and_then_answers_503() -> None:
