@@ -64,6 +64,20 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
+def check_text_length(param: str, num_characters: int, limits: Limits) -> None:
+    """Refuses, before it is tokenized, a text that can't fit however few tokens it takes: megabytes take half a minute.
+
+    Raises:
+        ApiError: 400 stating both lengths.
+    """
+    most = limits.max_model_len * limits.tokenizer.longest_token
+    if num_characters > most:
+        raise invalid(
+            param,
+            f"has {num_characters} characters, but at most {most} fit max_model_len ({limits.max_model_len} tokens)",
+        )
+
+
 def check_prompt_length(param: str, num_tokens: int, limits: Limits) -> None:
     """Refuses prompts that are empty or leave no room for a token.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.ingress.errors import invalid
-from cluster.ingress.plan import Prompt, check_prompt_length
+from cluster.ingress.plan import Prompt, check_prompt_length, check_text_length
 from cluster.ingress.protocol.chat import ChatRequest
 from cluster.ingress.protocol.completion import CompletionRequest
 from cluster.ingress.sampling import Limits
@@ -47,6 +47,7 @@ def _read_one(prompt: str | list[int], request: CompletionRequest, limits: Limit
 
 
 def _encode(param: str, text: str, add_special_tokens: bool, limits: Limits) -> tuple[int, ...]:
+    check_text_length(param, len(text), limits)
     try:
         ids = limits.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except TextError as error:

@@ -72,6 +72,11 @@ class Tokenizer:
         texts = {i: self._hf.decode([i], skip_special_tokens=False).encode() for i in range(self.vocab_size)}
         return TokenTable(joining=Joining.OTHER, tokens=texts, special_ids=frozenset(self._hf.all_special_ids))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n tokens has at most n times as many characters."""
+        return max(map(len, self.table.tokens.values()), default=1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. The tokenizer's own beginning-of-sequence token is not put before one in the text.
 
