@@ -28,6 +28,8 @@ from engine.validation import InvalidRequestError
 
 FORMAT = "@requestFormat"
 MAX_INSTANCES = 256
+MAX_PARAMETERS = 256
+"""More than there are: each instance gets a copy of all."""
 PER_INSTANCE = ("prompt", "messages", "chat_template_kwargs")
 """Can't be defaults: a long one would be read anew for each instance."""
 
@@ -50,10 +52,10 @@ def vertex_router(service: Service) -> APIRouter:
 
 
 def _parse(body: dict[str, Any]) -> ChatRequest | list[dict[str, Any]]:
-    return parse_chat(_chat_body(body)) if FORMAT in body else _instances(body)
+    return parse_chat(_chat_body(body)) if FORMAT in body else parse_instances(body)
 
 
-def _instances(body: dict[str, Any]) -> list[dict[str, Any]]:
+def parse_instances(body: dict[str, Any]) -> list[dict[str, Any]]:
     """The instances with the common parameters filled in."""
     unknown = next((name for name in body if name not in ("instances", "parameters")), None)
     if unknown is not None:
@@ -65,6 +67,8 @@ def _instances(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise invalid("instances", f"has {len(instances)} entries; {MAX_INSTANCES} is the most")
     if parameters is not None and not isinstance(parameters, dict):
         raise invalid("parameters", "must be an object")
+    if parameters is not None and len(parameters) > MAX_PARAMETERS:
+        raise invalid("parameters", f"has {len(parameters)} entries; {MAX_PARAMETERS} is the most")
     for name in PER_INSTANCE:
         if name in (parameters or {}):
             raise invalid(f"parameters.{name}", "belongs into each instance")

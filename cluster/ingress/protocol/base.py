@@ -12,6 +12,8 @@ from engine.request import MAX_TOP_LOGPROBS
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING = 4096
+MAX_ENTRIES = 4096
+"""Of lists and objects that have no limit of their own (the model's, which may be lower, is the engine's to check)."""
 MAX_BAD_WORD = 128  # characters; backends take a few tokens
 UINT64 = 1 << 64
 
@@ -25,7 +27,19 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Refuses longer lists and objects before their items are validated: each wrong one would become an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries; {count} is the most")
+        return value
+
+    return BeforeValidator(check)
+
+
 Int = Annotated[int, BeforeValidator(_whole_float)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)]
 ShortString = Annotated[str, Field(min_length=1, max_length=MAX_STRING)]
 
@@ -38,8 +52,15 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        """Clients write null for "default", so a null field falls back to its default."""
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        """Clients write null for "default", so a null field falls back to its default.
+
+        Of unknown fields the first is kept: it is enough for a refusal, and a million would become a million errors.
+        """
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        unknown = next((name for name, item in value.items() if item is not None and name not in known), None)
+        return {name: item for name, item in value.items() if item is not None and (name in known or name == unknown)}
 
 
 class StreamOptions(StrictModel):
@@ -57,14 +78,14 @@ class SamplingFields(StrictModel):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    bad_words: list[BadWord] = Field(default_factory=list)
+    logit_bias: Annotated[dict[str, Bias], at_most(MAX_ENTRIES)] = Field(default_factory=dict)
+    bad_words: Annotated[list[BadWord], at_most(MAX_ENTRIES)] = Field(default_factory=list)
     min_tokens: Int = Field(0, ge=0)
     ignore_eos: bool = False
-    stop: Annotated[list[ShortString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)] = Field(
+    stop: Annotated[list[ShortString], at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = Field(
         default_factory=list
     )
-    stop_token_ids: list[Int] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Int], at_most(MAX_ENTRIES)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     seed: Int | None = Field(None, ge=-(UINT64 >> 1), lt=UINT64)
@@ -84,7 +105,7 @@ class CompletionFields(SamplingFields):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(MAX_ENTRIES)] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from cluster.ingress.body import validate
 from cluster.ingress.errors import invalid
 from cluster.ingress.protocol import unavailable
-from cluster.ingress.protocol.base import CompletionFields, Int, StrictModel
+from cluster.ingress.protocol.base import CompletionFields, Int, StrictModel, at_most
 from engine.request import MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 4096
@@ -35,7 +35,7 @@ class Message(StrictModel):
     """One message. `developer` is OpenAI's newer name of `system` and reaches the template as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts)] = Field(default_factory=list)
+    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_as_parts)] = Field(default_factory=list)
     name: str | None = None
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class Message(StrictModel):
 
 
 class ChatRequest(CompletionFields):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)]
     max_tokens: Int | None = Field(None, ge=1)
     max_completion_tokens: Int | None = Field(None, ge=1)  # OpenAI's newer name of max_tokens
     logprobs: bool = False

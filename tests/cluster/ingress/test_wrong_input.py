@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
@@ -24,8 +23,6 @@ from engine.text.tokenizer import Tokenizer
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 VALID = {CHAT: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}, COMPLETION: {"prompt": "Hi"}}
-
-NOVEL = "a" * (15 << 20)
 
 BOTH: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -267,29 +264,6 @@ def test_a_prompt_that_is_too_long_says_both_lengths(http: httpx.Client) -> None
     assert "2048" in response.json()["error"]["message"]
     long_chat = [{"role": "user", "content": "word " * 5000}]
     assert refusal(http.post(CHAT, json={"messages": long_chat})) == (400, "messages")
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "param"),
-    [
-        (COMPLETION, {"prompt": ["Hi", NOVEL]}, "prompt"),
-        (CHAT, {"messages": [{"role": "user", "content": NOVEL}]}, "messages"),
-        ("/generate", {"instances": [{"prompt": NOVEL}]}, "instances[0].prompt"),
-    ],
-)
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    http: httpx.Client, route: str, body: object, param: str
-) -> None:
-    started = time.monotonic()
-    response = http.post(route, json=body)
-    assert time.monotonic() - started < 5  # tokenizing it would take half a minute
-    assert refusal(response) == (400, param)
-    assert "characters, but at most" in response.json()["error"]["message"]
-
-
-def test_no_text_of_fewer_tokens_than_the_context_is_refused_by_its_length(tokenizer: Tokenizer) -> None:
-    longest = max(range(tokenizer.vocab_size), key=lambda token: len(tokenizer.token_text(token)))
-    assert len(tokenizer.decode([longest] * 50)) <= 50 * tokenizer.longest_token
 
 
 def test_a_wrong_model_is_a_404_and_an_empty_one_is_the_served(http: httpx.Client) -> None:
