@@ -29,7 +29,7 @@ from engine.backend import BackendInfo
 from engine.config import EngineConfig
 from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
 from engine.errors import first_line
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class EngineServer:
         """Serve restarts the replica when this raises."""
         state = self._engine.health()
         if not state.healthy:
+            self._give_up(state.reason)
             raise RuntimeError(state.reason)
 
     async def __del__(self) -> None:
@@ -168,6 +169,14 @@ class EngineServer:
                 admission.ended.set_result(True)
         for connection, rows in per_ingress.items():
             connection.post(rows)
+
+    def _give_up(self, reason: str) -> None:
+        """Ends all requests with an error: Serve replaces the replica, but not before their calls have ended."""
+        for request_id, admission in self._admissions.items():
+            if not admission.ended.done():
+                error = RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason)
+                admission.connection.post([(admission.stream, error)])
+                admission.ended.set_result(True)
 
     def _ingress_lost(self, connection: Connection) -> None:
         """Nobody reads these requests any more."""
