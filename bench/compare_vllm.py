@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2, help="requests per level, as a multiple of the concurrency")
     parser.add_argument("--port", type=int, default=7090, help="ours; vLLM takes the next one")
+    parser.add_argument("--front", choices=["haproxy", "proxy"], default="haproxy", help="of Serve, for ours")
     parser.add_argument("--kv-gib", type=int, default=2, help="GiB of vLLM's KV cache")
     parser.add_argument("--start-deadline", type=float, default=900, help="seconds a server may take to start")
     parser.add_argument("--output", type=Path, default=RESULTS / "vllm.json")
@@ -95,7 +96,8 @@ def main() -> None:
     if args.model is None:
         convert(demo_gguf(), model, "bfloat16")
     results = {}
-    for peer in (sliceserve(model, args.port), vllm(args.vllm_python, model, args.port + 1, args.kv_gib)):
+    ours = sliceserve(model, args.port, ["--haproxy"] if args.front == "haproxy" else [])
+    for peer in (ours, vllm(args.vllm_python, model, args.port + 1, args.kv_gib)):
         with running(peer, start_deadline_s=args.start_deadline):
             results[peer.name] = measure(
                 peer,
