@@ -333,7 +333,7 @@ def test_metrics_count_what_happened(start: Callable[..., Engine]) -> None:
     assert metrics.values["generation_tokens"] == 20
     assert metrics.values["prefix_cache_queries"] == 40
     assert metrics.values["prefix_cache_hits"] == 16
-    assert metrics.labelled["request_success"] == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+    assert metrics.labelled["request_success"] == {"stop": 0, "length": 2, "abort": 0, "timeout": 0, "error": 0}
     sums = {name: (sum(histogram.counts), histogram.sum) for name, histogram in metrics.histograms.items()}
     assert sums["time_to_first_token_seconds"][0] == 2
     assert 2 <= sums["time_to_first_token_seconds"][1] < 4
