@@ -170,7 +170,8 @@ def test_logit_bias_and_bad_words_change_the_answer(client: openai.OpenAI) -> No
 def test_a_client_that_leaves_frees_its_place(url: str) -> None:
     body = {"prompt": "Count:", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_text())
+        chunks = response.iter_text()  # the client leaves when this is dropped
+        next(chunks)
         wait_for_running(url, 1)
     wait_for_running(url, 0)
 
