@@ -18,7 +18,6 @@ SERVE_FLAGS: Mapping[str, str] = {
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ingress.serve_headers:proxy_middlewares",
 }
 """A Serve that spends less on each request (handles then need a running event loop, which replicas have), and that has
 patience with a machine that is busy loading a model: with Serve's own 5 s its proxy is killed before it is up."""
