@@ -3,8 +3,8 @@
 An ingress listens (`Mailbox`); an engine connects to it on the first request it gets from there (`Outbox`) and then
 writes one frame per engine step with the new tokens of all requests of that ingress. TCP keeps the order and loses
 nothing; nothing waits for a timer, and what piles up while the socket is full leaves as one frame. Serve's request path
-carries requests, cancellation and failures, which it is made for; a token through it costs 20 times as much
-(docs/architecture.md has the measurements). A connection starts with a secret that the ingress hands out with each
+carries requests, cancellation and failures, which it is made for; a token through it costs more than ten times
+as much (docs/architecture.md). A connection starts with a secret that the ingress hands out with each
 request, and frames hold numbers and strings only, so that a stranger can inject nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The device mesh, and the one table that maps logical axes of parameters and caches to mesh axes."""
+"""The device mesh, and the one table that maps logical axes of parameters to mesh axes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ LOGICAL_TO_MESH: dict[str, str | None] = {
     "hidden": None,
     "vocab": "model",
     "heads": "model",  # query, key and value outputs; the attention output's inputs
-    "kv_heads": "model",
     "mlp": "model",
-    "blocks": None,
 }
 
 
