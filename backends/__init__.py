@@ -19,6 +19,18 @@ def create_backend(config: EngineConfig) -> Backend:
     return JaxBackend(config)
 
 
+def check_hardware(config: EngineConfig) -> None:
+    """Checks, without starting anything, that this machine has the hardware that `config.backend` asks for.
+
+    Raises:
+        BackendError: it has not; one line.
+    """
+    if config.backend != "mock":
+        from backends.jax import hardware
+
+        hardware.check_hardware(config)
+
+
 def check_model(config: EngineConfig) -> None:
     """Checks, from headers, a model that lies on this machine; hub models are left to the backend. Takes a second.
 

@@ -151,7 +151,9 @@ class EngineConfig(BaseModel):
     )
 
     # Parallelism
-    backend: Literal["auto", "cpu", "tpu", "neuron", "mock"] = option("auto", "Hardware to run on.", group=PARALLEL)
+    backend: Literal["auto", "cpu", "tpu", "neuron", "mock"] = option(
+        "auto", "Hardware to run on. `auto` takes a TPU where there is one, else the CPU.", group=PARALLEL
+    )
     attention: Literal["auto", "native", "xla"] = option(
         "auto", "Attention and matrix kernels on CPU: compiled C++ (`native`) or plain XLA.", group=PARALLEL
     )
@@ -208,7 +210,7 @@ class EngineConfig(BaseModel):
             "max_lora_rank": self.max_lora_rank != 16,
             "enable_lora_cache": not self.enable_lora_cache,
             "max_num_mem_cached_lora": self.max_num_mem_cached_lora != 16,
-            "backend": self.backend in ("tpu", "neuron"),
+            "backend": self.backend == "neuron",
         }
         for name, asked in unavailable.items():
             if asked:

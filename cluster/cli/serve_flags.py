@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from backends import check_hardware
 from cluster.cli.flags import FlagError, FlagParser, add_config_flags, given
+from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig, Environment
 
 DEFAULT_PORT = 7080
@@ -21,7 +23,8 @@ def serve(argv: Sequence[str]) -> int:
         log_level = Environment.read().log_level
         port = port_number("port", flags.port)
         dashboard_port = None if flags.dashboard_port is None else port_number("dashboard_port", flags.dashboard_port)
-    except (FlagError, ConfigError) as error:
+        check_hardware(config)
+    except (FlagError, ConfigError, BackendError) as error:
         print(f"sliceserve serve: {error}", file=sys.stderr)
         return 2
     from cluster.cli.serve import run
