@@ -10,6 +10,7 @@ from ray import serve
 from cluster import ray_compat
 from cluster.engine_server import EngineServer
 from cluster.ingress_server import IngressServer
+from cluster.router import EngineRouter
 from engine.config import EngineConfig
 
 APPLICATION = "sliceserve"
@@ -51,6 +52,7 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
         logging_config=logging_config,
+        request_router_config={"request_router_class": EngineRouter},
     )(EngineServer).bind(config, log_level)
     ingress = serve.deployment(
         name="Ingress",

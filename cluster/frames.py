@@ -26,12 +26,12 @@ _SHORT = 3  # fields of a row that has none of the rarer ones
 
 def to_row(stream: int, output: RequestOutput) -> Row:
     """The row of one output; `stream` is the number that the ingress gave the request."""
-    short = (stream, output.token_ids, output.num_cached_tokens)
-    rare = (output.finish_reason, output.stop_token_id, output.error, output.logprobs, output.prompt_logprobs)
-    if rare == (None, None, None, None, None):
-        return short
+    if _is_plain(output):
+        return (stream, output.token_ids, output.num_cached_tokens)
     return (
-        *short,
+        stream,
+        output.token_ids,
+        output.num_cached_tokens,
         None if output.finish_reason is None else output.finish_reason.value,
         output.stop_token_id,
         output.error,
@@ -84,7 +84,9 @@ class Decoder:
     """Makes frames of bytes as they arrive."""
 
     def __init__(self) -> None:
-        self._unpacker = msgpack.Unpacker(use_list=False, raw=False, max_buffer_size=MAX_BUFFER_BYTES)
+        self._unpacker = msgpack.Unpacker(
+            use_list=False, raw=False, strict_map_key=False, max_buffer_size=MAX_BUFFER_BYTES
+        )
         self._pieces: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[tuple[Row, ...]]:
@@ -102,7 +104,7 @@ class Decoder:
                     self._pieces.append(message)
                 else:
                     frame, self._pieces = b"".join(self._pieces), []
-                    yield msgpack.unpackb(frame, use_list=False, raw=False)
+                    yield msgpack.unpackb(frame, use_list=False, raw=False, strict_map_key=False)
         except (ValueError, msgpack.UnpackException) as error:  # BufferFull is no ValueError
             raise FrameError(str(error)) from error
 
@@ -112,6 +114,9 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
     last = outputs[-1]
     if len(outputs) == 1:
         return last
+    if all(map(_is_plain, outputs)):
+        tokens = tuple(chain.from_iterable([output.token_ids for output in outputs]))
+        return RequestOutput(request_id=last.request_id, token_ids=tokens, num_cached_tokens=last.num_cached_tokens)
     logprobs = [entry for output in outputs if output.logprobs for entry in output.logprobs]
     prompt_logprobs = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
     return replace(
@@ -119,6 +124,17 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
         token_ids=tuple(token for output in outputs for token in output.token_ids),
         logprobs=tuple(logprobs) or last.logprobs,
         prompt_logprobs=prompt_logprobs[0] if prompt_logprobs else None,
+    )
+
+
+def _is_plain(output: RequestOutput) -> bool:
+    """Whether a row of it needs none of the rarer fields."""
+    return (
+        output.finish_reason is None
+        and output.logprobs is None
+        and output.prompt_logprobs is None
+        and output.stop_token_id is None
+        and output.error is None
     )
 
 

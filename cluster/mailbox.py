@@ -1,11 +1,11 @@
-"""Tokens from engines to an ingress, outside of Serve's request path.
+"""The ingress' end of the lines to engines: tokens come in, requests go out, outside of Serve's request path.
 
-An ingress listens (`Mailbox`); an engine connects to it on the first request it gets from there (`Outbox`) and then
-writes one frame per engine step with the new tokens of all requests of that ingress. TCP keeps the order and loses
-nothing; nothing waits for a timer, and what piles up while the socket is full leaves as one frame. Serve's request path
-carries requests, cancellation and failures, which it is made for; a token through it costs more than ten times
-as much (docs/architecture.md). A connection starts with a secret that the ingress hands out with each
-request, and frames hold numbers and strings only, so that a stranger can inject nothing.
+An ingress listens (`Mailbox`); an engine connects to it on the first Serve call that it gets from there (`Outbox`) and
+then writes one frame per engine step with the new tokens of all requests of that ingress. TCP keeps the order and loses
+nothing; nothing waits for a timer, and what piles up leaves as one frame. Serve's calls hold the requests' places,
+and carry cancellation and failures, which they are made for; a token through Serve costs more than ten times as much
+(docs/architecture.md). A connection starts with a secret that the ingress hands out with each Serve call, and frames
+hold numbers and strings only, so that a stranger can inject nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from typing import cast
 
 from cluster import frames
+from cluster.request_codec import pack_request
 from engine.errors import first_line
-from engine.request import RequestOutput
+from engine.request import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 SECRET_TIMEOUT_S = 5.0
 """How long a connection to a mailbox may be open without having shown the secret."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MailboxAddress:
-    """Where an ingress takes tokens. Travels with every request."""
+    """Where an ingress takes tokens. Travels with every Serve call."""
 
     host: str
     port: int
@@ -80,15 +80,13 @@ class Mailbox:
         self._inboxes: dict[int, Inbox] = {}
         self._next_stream = 0
         self._server: asyncio.Server | None = None
-        self._receivers: set[_Receiver] = set()
+        self._lines: set[Line] = set()
         self.address: MailboxAddress | None = None
 
     async def start(self, host: str) -> MailboxAddress:
         """Listens on a free port of `host`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Receiver(self._secret.encode(), self.deliver, self._receivers), host, 0
-        )
+        self._server = await loop.create_server(lambda: Line(self._secret.encode(), self.deliver, self._lines), host, 0)
         port = self._server.sockets[0].getsockname()[1]
         self.address = MailboxAddress(host=host, port=port, secret=self._secret)
         return self.address
@@ -103,6 +101,10 @@ class Mailbox:
         """Forgets a request; what still arrives for it is dropped."""
         self._inboxes.pop(stream, None)
 
+    def line(self, replica: str) -> Line | None:
+        """The line to an engine, if requests can leave over it now."""
+        return next((line for line in self._lines if line.replica == replica and line.is_open), None)
+
     def deliver(self, rows: tuple[frames.Row, ...]) -> None:
         inboxes = self._inboxes
         for row in rows:
@@ -113,43 +115,71 @@ class Mailbox:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for receiver in list(self._receivers):
-            receiver.close()
+        for line in list(self._lines):
+            line.close()
 
 
-class _Receiver(asyncio.Protocol):
+class Line(asyncio.Protocol):
     """A connection to a mailbox. Until it has shown the secret it may hold a few bytes, for a few seconds."""
 
-    def __init__(
-        self, secret: bytes, deliver: Callable[[tuple[frames.Row, ...]], None], receivers: set[_Receiver]
-    ) -> None:
-        """Is one of `receivers` while it is connected."""
+    def __init__(self, secret: bytes, deliver: Callable[[tuple[frames.Row, ...]], None], lines: set[Line]) -> None:
+        """Is one of `lines` while it is connected."""
+        self.replica = ""  # the engine's, once it has shown the secret
         self._secret = secret
         self._deliver = deliver
-        self._receivers = receivers
+        self._lines = lines
         self._shown = b""
         self._trusted = False
+        self._paused = False
         self._decoder = frames.Decoder()
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent leaves now."""
+        return self._transport is not None and not self._paused
+
+    def send(self, stream: int, request: EngineRequest) -> None:
+        self._write((stream, pack_request(request)))
+
+    def withdraw(self, stream: int, request_id: str) -> None:
+        """Nobody waits for this request any more."""
+        self._write((stream, request_id))
+
+    def _write(self, row: frames.Row) -> None:
+        if self._transport is not None:
+            self._transport.write(frames.encode([row]))
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._receivers.add(self)
+        self._lines.add(self)
         self._deadline = asyncio.get_running_loop().call_later(SECRET_TIMEOUT_S, self.close)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
 
     def data_received(self, data: bytes) -> None:
         if not self._trusted:
             data = self._check(data)
         try:
             for frame in self._decoder.feed(data):
-                self._deliver(frame)
-        except frames.FrameError as error:  # nothing that follows can be understood
+                if self.replica:
+                    self._deliver(frame)
+                else:
+                    [[self.replica]] = frame
+        except (frames.FrameError, ValueError) as error:  # nothing that follows can be understood
             logger.error("tokens of an engine are lost: %s", first_line(error))
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._receivers.discard(self)
+        self._lines.discard(self)
         self._transport = None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -171,96 +201,3 @@ class _Receiver(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         return data[missing:]
-
-
-class Connection(asyncio.Protocol):
-    """An engine's end of the line to one ingress."""
-
-    def __init__(self, on_lost: Callable[[], None]) -> None:
-        self._on_lost = on_lost
-        self._transport: asyncio.Transport | None = None
-        self._paused = False
-        self._backlog: dict[int, list[RequestOutput]] = {}
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def introduce(self, secret: str) -> None:
-        self._write(secret.encode())
-
-    def post(self, outputs: list[tuple[int, RequestOutput]]) -> None:
-        """Sends one step's outputs, or keeps them for the next frame while the socket is full."""
-        if not self._paused:
-            self._write(frames.encode(frames.to_row(stream, output) for stream, output in outputs))
-            return
-        for stream, output in outputs:
-            self._backlog.setdefault(stream, []).append(output)
-
-    def pause_writing(self) -> None:
-        self._paused = True
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        backlog, self._backlog = self._backlog, {}
-        if backlog:
-            self.post([(stream, frames.merge(outputs)) for stream, outputs in backlog.items()])
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._transport = None
-        self._backlog.clear()
-        self._on_lost()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
-
-
-class Outbox:
-    """The sending end: one per engine server, with a connection per ingress."""
-
-    def __init__(self, on_lost: Callable[[Connection], None]) -> None:
-        """`on_lost` hears of each connection that ended, with all requests on it."""
-        self._on_lost = on_lost
-        self._connections: dict[MailboxAddress, asyncio.Task[Connection]] = {}
-
-    async def connect(self, address: MailboxAddress) -> Connection:
-        """The connection to an ingress, made at the first call.
-
-        Raises:
-            OSError, TimeoutError: the ingress can't be reached.
-        """
-        task = self._connections.get(address)
-        if task is None:
-            task = self._connections[address] = asyncio.create_task(self._open(address))
-        try:
-            return await asyncio.shield(task)
-        except BaseException:
-            if task.done() and self._connections.get(address) is task:
-                del self._connections[address]
-            raise
-
-    async def _open(self, address: MailboxAddress) -> Connection:
-        loop = asyncio.get_running_loop()
-        connection: Connection
-
-        def lost() -> None:
-            self._connections.pop(address, None)
-            self._on_lost(connection)
-
-        connection = Connection(lost)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await loop.create_connection(lambda: connection, address.host, address.port)
-        connection.introduce(address.secret)
-        return connection
-
-    def close(self) -> None:
-        for task in self._connections.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().close()

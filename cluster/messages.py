@@ -1,4 +1,4 @@
-"""What an engine server answers to an ingress, besides tokens."""
+"""What an ingress and an engine server say to each other in a Serve call, besides requests and tokens."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.client import EngineOverloadedError, EngineUnavailableError
+from cluster.mailbox import MailboxAddress
 from engine.validation import InvalidRequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """What a Serve call is for: to hold the place of one request at the replica that has it, or is to get it."""
+
+    request_id: str
+    stream: int  # the number under which the ingress knows the request
+    address: MailboxAddress  # where the ingress takes tokens
+    replica: str  # the one that was chosen
 
 
 class RefusalKind(StrEnum):
     OVERLOADED = "overloaded"  # the bounded queue is full
     INVALID = "invalid"  # the engine can't do what is asked
     UNAVAILABLE = "unavailable"  # the engine is gone, or can't reach the ingress
+    MOVED = "moved"  # the call came to another replica than was chosen, as that one is gone: choose again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,5 +43,5 @@ class Refusal:
                 return EngineOverloadedError(self.message, retry_after_s=self.retry_after_s)
             case RefusalKind.INVALID:
                 return InvalidRequestError(self.field or "", self.message)
-            case RefusalKind.UNAVAILABLE:
+            case RefusalKind.UNAVAILABLE | RefusalKind.MOVED:
                 return EngineUnavailableError(self.message)

@@ -1,8 +1,8 @@
 """RayEngineClient: the EngineClient of the ingress replicas, over Serve handles and a Mailbox.
 
-One Serve call per request stays open until the request ends; it carries the request there, and cancellation and failure
-back and forth. What the engine yields arrives in the mailbox. Both ends are watched: whichever says first that the
-request is over ends it, and an engine that dies or goes silent gives an error, never a wait without end.
+A request goes to its engine over the line that the engine has opened, or with its Serve call if there is none yet. The
+Serve call stays open until the request ends; it holds the request's place in Serve's counts, and carries cancellation
+and failure back and forth. What the engine yields arrives in the mailbox.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
-from cluster.mailbox import Inbox, Mailbox, MailboxAddress
-from cluster.messages import Refusal, RefusalKind
+from cluster.exchange import NO_ENGINE, Exchange, MovedError
+from cluster.mailbox import Mailbox, MailboxAddress
+from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
 from engine.backend import BackendInfo
 from engine.errors import first_line
-from engine.request import EngineRequest, FinishReason, RequestOutput
+from engine.request import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +34,9 @@ BROADCAST_TIMEOUT_S = 5.0
 """Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
 ADMISSION_TIMEOUT_S = 10.0
 """Longest wait for an engine to take a request: it says so at once, with an output that holds nothing."""
-LAST_FRAME_TIMEOUT_S = 10.0
-"""Longest wait for the last tokens once the engine server said that the request has ended."""
 
-NO_ENGINE = "no engine answers; it may be starting or restarting"
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone; try again")
-LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive; try again")
 
 
 class RayEngineClient:
@@ -73,69 +71,52 @@ class RayEngineClient:
         return render(engines, ingresses)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        address = self._mailbox.address or await self._listen()
-        stream, inbox = self._mailbox.open(request.request_id)
-        call = asyncio.create_task(self._hold(request, stream, address))
-        self._calls.add(call)
-        call.add_done_callback(lambda _: inbox.wake())
-        call.add_done_callback(self._calls.discard)
-        ended = False
-        try:
-            async for output in self._outputs(inbox, call):
-                ended = output.finish_reason is not None
-                yield output
-        finally:
-            self._mailbox.discard(stream)
-            if not ended:
-                call.cancel()
+        deadline = asyncio.get_running_loop().time() + ADMISSION_TIMEOUT_S
+        while True:
+            exchange = await self._send(request, deadline)
+            try:
+                await exchange.wait_until_taken(deadline)
+                while True:
+                    output = await exchange.next()
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+            except MovedError:  # its replica was gone before it could begin; the new name keeps late news of it apart
+                request = replace(request, request_id=f"{request.request_id}+")
+            finally:
+                exchange.close()
 
     def close(self) -> None:
         """No request is open any more: stops listening."""
         self._mailbox.close()
 
-    async def _outputs(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> AsyncGenerator[RequestOutput, None]:
-        started = False
-        await self._admission(inbox, call)
-        while True:
-            await self._arrival(inbox, call)
-            output = inbox.take()
-            if output is not None and _says_nothing(output):
-                continue
-            if output is None:
-                refusal = call.result() or LAST_FRAME_LOST
-                if not started:
-                    raise refusal.as_error()
-                yield RequestOutput(
-                    request_id=inbox.request_id, finish_reason=FinishReason.ERROR, error=refusal.message
-                )
-                return
-            started = True
-            yield output
-            if output.finish_reason is not None:
-                return
+    async def _send(self, request: EngineRequest, deadline: float) -> Exchange:
+        """Chooses a replica and gives it the request: over the line, if there is one, else with the Serve call."""
+        address = self._mailbox.address or await self._listen()
+        replica = await self._choose(request, deadline)
+        stream, inbox = self._mailbox.open(request.request_id)
+        line = self._mailbox.line(replica)
+        if line is not None:
+            line.send(stream, request)
+        ticket = Ticket(request_id=request.request_id, stream=stream, address=address, replica=replica)
+        call = asyncio.create_task(self._hold(ticket, request if line is None else None))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return Exchange(self._mailbox, stream, inbox, line, call)
 
-    async def _admission(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> None:
-        """Waits for the engine's word that it has the request. Without a replica, Serve would wait for one for ever."""
+    async def _choose(self, request: EngineRequest, deadline: float) -> str:
         try:
-            async with asyncio.timeout(ADMISSION_TIMEOUT_S):
-                if not call.done():
-                    await inbox.wait()
-        except TimeoutError:
+            async with asyncio.timeout_at(deadline):
+                return await ray_compat.choose(self._admit, request)
+        except ray_compat.OVERLOADED_ERRORS:
+            raise QUEUE_FULL.as_error() from None
+        except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
             raise EngineUnavailableError(NO_ENGINE) from None
 
-    async def _arrival(self, inbox: Inbox, call: asyncio.Task[Refusal | None]) -> None:
-        """Returns when there is something in the inbox, or nothing will come any more."""
-        if not call.done():
-            await inbox.wait()
-        if call.done() and call.result() is None:  # ended well: the last frame may still be on its way
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
-                    await inbox.wait()
-
-    async def _hold(self, request: EngineRequest, stream: int, address: MailboxAddress) -> Refusal | None:
+    async def _hold(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
         """The Serve call of one request, until it ends. Cancelling it aborts the request in the engine."""
         try:
-            response = self._admit.remote(request, stream, address)
+            response = self._admit.remote(ticket, request)
             try:
                 refusal: Refusal | None = await response
                 return refusal
@@ -145,7 +126,7 @@ class RayEngineClient:
         except ray_compat.OVERLOADED_ERRORS:
             return QUEUE_FULL
         except ray_compat.UNAVAILABLE_ERRORS as error:
-            logger.warning("request %s: the engine did not finish it: %s", request.request_id, first_line(error))
+            logger.warning("request %s: the engine did not finish it: %s", ticket.request_id, first_line(error))
             return ENGINE_GONE
 
     async def _listen(self) -> MailboxAddress:
@@ -179,7 +160,3 @@ async def _broadcast(deployment: DeploymentHandle[Any], method: str) -> list[Any
         silent = len(calls) - len(good)
         logger.warning("%s: %d of %d replicas do not answer %s", deployment.deployment_name, silent, len(calls), method)
     return good
-
-
-def _says_nothing(output: RequestOutput) -> bool:
-    return not output.token_ids and output.finish_reason is None and output.prompt_logprobs is None

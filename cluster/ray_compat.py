@@ -30,6 +30,16 @@ def by_reference(handle: DeploymentHandle[Any], method: str) -> Any:
     return handle.options(method_name=method, _by_reference=True)
 
 
+async def choose(handle: DeploymentHandle[Any], hint: object) -> str:
+    """The id of the replica that the deployment's request router chooses, without asking it. Waits until there is one.
+
+    Args:
+        hint: what the router may look at; stays in this process.
+    """
+    async with handle.choose_replica(hint, _reserve=False) as selection:
+        return selection.replica_id
+
+
 async def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Awaitable[Any]]:
     """Calls a method of every replica that is up. The answers come one by one: Serve's own wait is all or nothing."""
     results = await handle.broadcast(method)._fetch_replica_results_async()

@@ -1,4 +1,4 @@
-"""Tokens from an engine to an ingress: in order, complete, merged only when piled up, and from friends only."""
+"""The line between an ingress and an engine: all in order, complete, merged only when piled up, from friends only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import uvloop
 
 from cluster import frames
-from cluster.mailbox import Connection, Inbox, Mailbox, MailboxAddress, Outbox
-from engine.request import FinishReason, RequestOutput, TokenLogprobs
+from cluster.mailbox import Inbox, Mailbox, MailboxAddress
+from cluster.outbox import Connection, Outbox
+from cluster.request_codec import pack_request, unpack_request
+from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 LOGPROBS = (TokenLogprobs(token_id=7, logprob=-0.5, top=((7, -0.5), (9, -1.25))),)
 FULL = RequestOutput(
@@ -36,15 +38,45 @@ def tokens(*ids: int, reason: FinishReason | None = None) -> RequestOutput:
     return RequestOutput(request_id="r", token_ids=ids, finish_reason=reason)
 
 
+class Reader:
+    """Notes what comes in at an engine."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[tuple[int, EngineRequest]] = asyncio.Queue()
+        self.withdrawals: asyncio.Queue[str] = asyncio.Queue()
+        self.lost_connections: list[Connection] = []
+
+    def arrived(self, _: Connection, stream: int, request: EngineRequest) -> None:
+        self.requests.put_nowait((stream, request))
+
+    def withdrawn(self, _: Connection, request_id: str) -> None:
+        self.withdrawals.put_nowait(request_id)
+
+    def lost(self, connection: Connection) -> None:
+        self.lost_connections.append(connection)
+
+
 @pytest.fixture
-async def line():
+async def reader():
+    return Reader()
+
+
+@pytest.fixture
+async def line(reader: Reader):
     """A mailbox, an outbox, and the connections that the outbox lost."""
-    lost: list[Connection] = []
-    mailbox, outbox = Mailbox(), Outbox(lost.append)
+    mailbox, outbox = Mailbox(), Outbox("one", reader)
     await mailbox.start("127.0.0.1")
-    yield mailbox, outbox, lost
+    yield mailbox, outbox, reader.lost_connections
     outbox.close()
     mailbox.close()
+
+
+async def opened(mailbox: Mailbox, replica: str = "one"):
+    """The ingress' end, once the engine has said who it is."""
+    async with asyncio.timeout(5):
+        while (here := mailbox.line(replica)) is None:
+            await asyncio.sleep(0.01)
+    return here
 
 
 async def read(inbox: Inbox) -> RequestOutput:
@@ -217,3 +249,75 @@ async def test_a_closed_mailbox_ends_its_connections(line) -> None:
     async with asyncio.timeout(5):
         while lost != [connection]:
             await asyncio.sleep(0.01)
+
+
+UNUSUAL = SamplingParams(
+    max_tokens=7,
+    temperature=0.3,
+    top_k=40,
+    logit_bias={5: -100.0, 49151: 1.5},
+    bad_words=((1, 2), (3,)),
+    ignore_eos=True,
+    stop_token_ids=(2, 7),
+    seed=2**64 - 1,
+    logprobs=5,
+)
+
+
+@pytest.mark.parametrize("prompt_tokens", [3, 200_000])
+async def test_requests_arrive_over_the_line_as_they_were_sent(line, reader: Reader, prompt_tokens: int) -> None:
+    mailbox, outbox, _ = line
+    await outbox.connect(mailbox.address)
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=tuple(range(prompt_tokens)),
+        sampling=UNUSUAL,
+        output_token_ids=(9,),
+        cache_salt="tenant",
+    )
+    here = await opened(mailbox)
+    here.send(4, request)
+    here.withdraw(4, "r")
+    async with asyncio.timeout(5):
+        assert await reader.requests.get() == (4, request)
+        assert await reader.withdrawals.get() == "r"
+
+
+@pytest.mark.parametrize("sampling", [UNUSUAL, SamplingParams(max_tokens=1)])
+def test_every_field_of_a_request_travels(sampling: SamplingParams) -> None:
+    request = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    [[row]] = frames.Decoder().feed(frames.encode([(1, pack_request(request))]))
+    assert unpack_request(row[1]) == request
+
+
+async def test_an_ingress_knows_which_engine_a_line_goes_to_and_when_it_is_gone(line) -> None:
+    mailbox, outbox, _ = line
+    assert mailbox.line("one") is None
+    connection = await outbox.connect(mailbox.address)
+    await opened(mailbox)
+    assert mailbox.line("another") is None
+    connection.close()
+    async with asyncio.timeout(5):
+        while mailbox.line("one") is not None:
+            await asyncio.sleep(0.01)
+
+
+async def test_no_request_leaves_over_a_line_that_is_full(line) -> None:
+    mailbox, outbox, _ = line
+    await outbox.connect(mailbox.address)
+    here = await opened(mailbox)
+    here.pause_writing()  # what asyncio calls when the socket is full
+    assert mailbox.line("one") is None
+    here.resume_writing()
+    assert mailbox.line("one") is here
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", frames.encode([(1, (1, 2))]), frames.encode([(1, 2, 3)])])
+async def test_an_engine_hangs_up_on_an_ingress_that_talks_nonsense(line, reader: Reader, garbage: bytes) -> None:
+    mailbox, outbox, lost = line
+    connection = await outbox.connect(mailbox.address)
+    connection.data_received(garbage)
+    async with asyncio.timeout(5):
+        while lost != [connection]:
+            await asyncio.sleep(0.01)
+    assert reader.requests.empty()

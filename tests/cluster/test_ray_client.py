@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 
-from cluster import ray_client
+from cluster import exchange, ray_client
 from cluster.client import EngineOverloadedError, EngineUnavailableError, Health
-from cluster.mailbox import MailboxAddress, Outbox
-from cluster.messages import Refusal, RefusalKind
+from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import EngineReport, IngressReport, ReplicaLabels
+from cluster.outbox import Connection, Outbox
 from cluster.ray_client import RayEngineClient
 from engine.core import InvalidRequestError
 from engine.metrics import EngineMetrics
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
 
-Admit = Callable[[EngineRequest, int, MailboxAddress], Any]
+Admit = Callable[[Ticket, EngineRequest | None], Any]
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
 
 
@@ -53,10 +55,33 @@ class Handle:
     def remote(self, *args: Any) -> Response:
         return Response(self._admit(*args), self.cancelled)
 
+    @contextlib.asynccontextmanager
+    async def choose_replica(self, *_: object, **__: object):
+        yield SimpleNamespace(replica_id="one")
+
+
+class Engine:
+    """What an engine does with what comes over the line; tests replace what they look at."""
+
+    def __init__(self) -> None:
+        self.withdrawn_ids: list[str] = []
+
+    def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None: ...
+
+    def withdrawn(self, _: Connection, request_id: str) -> None:
+        self.withdrawn_ids.append(request_id)
+
+    def lost(self, connection: Connection) -> None: ...
+
 
 @pytest.fixture
-async def outbox():
-    made = Outbox(lambda _: None)
+async def engine():
+    return Engine()
+
+
+@pytest.fixture
+async def outbox(engine: Engine):
+    made = Outbox("one", engine)
     yield made
     made.close()
 
@@ -77,10 +102,10 @@ def tokens(*ids: int, reason: FinishReason | None = None) -> RequestOutput:
 
 
 async def test_tokens_come_through_until_the_finish_reason(outbox: Outbox) -> None:
-    async def admit(_: EngineRequest, stream: int, address: MailboxAddress) -> None:
-        connection = await outbox.connect(address)
-        connection.post([(stream, tokens(5))])
-        connection.post([(stream, tokens(6, reason=FinishReason.LENGTH))])
+    async def admit(ticket: Ticket, _: EngineRequest | None) -> None:
+        connection = await outbox.connect(ticket.address)
+        connection.post([(ticket.stream, tokens(5))])
+        connection.post([(ticket.stream, tokens(6, reason=FinishReason.LENGTH))])
 
     outputs = await outputs_of(Handle(admit))
     assert [token for output in outputs for token in output.token_ids] == [5, 6]
@@ -88,14 +113,14 @@ async def test_tokens_come_through_until_the_finish_reason(outbox: Outbox) -> No
 
 
 async def test_tokens_that_arrive_after_the_call_has_ended_are_not_lost(outbox: Outbox) -> None:
-    async def later(stream: int, address: MailboxAddress) -> None:
+    async def later(ticket: Ticket) -> None:
         await asyncio.sleep(0.1)
-        (await outbox.connect(address)).post([(stream, tokens(5, reason=FinishReason.STOP))])
+        (await outbox.connect(ticket.address)).post([(ticket.stream, tokens(5, reason=FinishReason.STOP))])
 
     tasks = []
 
-    async def admit(_: EngineRequest, stream: int, address: MailboxAddress) -> None:
-        tasks.append(asyncio.create_task(later(stream, address)))
+    async def admit(ticket: Ticket, _: EngineRequest | None) -> None:
+        tasks.append(asyncio.create_task(later(ticket)))
 
     [output] = await outputs_of(Handle(admit))
     assert output.token_ids == (5,)
@@ -136,8 +161,8 @@ async def test_an_engine_that_dies_before_the_first_token_is_unavailable() -> No
 
 
 async def test_an_engine_that_dies_later_gives_what_there_is_and_then_an_error(outbox: Outbox) -> None:
-    async def admit(_: EngineRequest, stream: int, address: MailboxAddress) -> None:
-        (await outbox.connect(address)).post([(stream, tokens(5))])
+    async def admit(ticket: Ticket, _: EngineRequest | None) -> None:
+        (await outbox.connect(ticket.address)).post([(ticket.stream, tokens(5))])
         await asyncio.sleep(0.1)
         raise RayError("the actor died")
 
@@ -150,7 +175,7 @@ async def test_an_engine_that_dies_later_gives_what_there_is_and_then_an_error(o
 async def test_an_engine_that_says_it_is_done_but_sent_nothing_is_an_error_not_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_client, "LAST_FRAME_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(exchange, "LAST_FRAME_TIMEOUT_S", 0.05)
 
     async def admit(*_: object) -> None:
         return None
@@ -160,8 +185,8 @@ async def test_an_engine_that_says_it_is_done_but_sent_nothing_is_an_error_not_a
 
 
 async def test_closing_the_generator_cancels_the_call(outbox: Outbox) -> None:
-    async def admit(_: EngineRequest, stream: int, address: MailboxAddress) -> None:
-        (await outbox.connect(address)).post([(stream, tokens(5))])
+    async def admit(ticket: Ticket, _: EngineRequest | None) -> None:
+        (await outbox.connect(ticket.address)).post([(ticket.stream, tokens(5))])
         await asyncio.sleep(60)
 
     handle = Handle(admit)
@@ -171,6 +196,131 @@ async def test_closing_the_generator_cancels_the_call(outbox: Outbox) -> None:
     await generator.aclose()
     async with asyncio.timeout(5):
         await handle.cancelled.wait()
+
+
+class Direct(Engine):
+    """An engine to which a line is open: it starts what comes over it, and says which call came for what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[EngineRequest] = []
+        self.answers: list[RequestOutput] = []
+
+    def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None:
+        self.requests.append(request)
+        if self.answers:
+            connection.post([(stream, output) for output in (RequestOutput(request_id="r"), *self.answers)])
+
+
+class Line:
+    """A client with a line to its engine. `calls` are the Serve calls since then, and `admit` answers them."""
+
+    def __init__(self, engine: Direct) -> None:
+        self.engine = engine
+        self.outbox = Outbox("one", engine)
+        self.calls: list[tuple[Ticket, EngineRequest | None]] = []
+        self.handle = Handle(self._call)
+        self.client = RayEngineClient(self.handle, self.handle)  # type: ignore[arg-type]
+        self.admit: Admit = self._first
+
+    async def _call(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
+        self.calls.append((ticket, request))
+        return await self.admit(ticket, request)
+
+    async def _first(self, ticket: Ticket, _: EngineRequest | None) -> None:
+        connection = await self.outbox.connect(ticket.address)
+        connection.post([(ticket.stream, tokens(1, reason=FinishReason.LENGTH))])
+
+    async def open(self) -> None:
+        """A first request makes the engine connect."""
+        await self.outputs()
+        assert self.calls.pop()[1] == REQUEST
+        self.admit = self._until_cancelled
+
+    async def _until_cancelled(self, *_: object) -> None:
+        await asyncio.sleep(60)
+
+    async def outputs(self) -> list[RequestOutput]:
+        async with asyncio.timeout(5):
+            return [output async for output in self.client.generate(REQUEST)]
+
+
+@pytest.fixture
+async def line():
+    made = Line(Direct())
+    await made.open()
+    yield made
+    made.outbox.close()
+    made.client.close()
+
+
+async def test_over_a_line_the_request_goes_ahead_of_its_call_which_carries_its_name_only(line: Line) -> None:
+    line.engine.answers = [tokens(5), tokens(6, reason=FinishReason.LENGTH)]
+    outputs = await line.outputs()  # does not wait for the call
+    assert [token for output in outputs for token in output.token_ids] == [5, 6]
+    assert line.engine.requests == [REQUEST]
+    [(ticket, request)] = line.calls
+    assert request is None
+    assert (ticket.request_id, ticket.replica) == ("r", "one")
+    assert line.engine.withdrawn_ids == []
+    assert not line.handle.cancelled.is_set()
+
+
+async def test_a_refusal_of_a_request_that_went_ahead_comes_with_its_call(line: Line) -> None:
+    async def admit(*_: object) -> Refusal:
+        return Refusal(kind=RefusalKind.OVERLOADED, message="full")
+
+    line.admit = admit
+    with pytest.raises(EngineOverloadedError, match="full"):
+        await line.outputs()
+
+
+async def test_serves_refusal_withdraws_the_request_that_went_ahead(line: Line) -> None:
+    async def admit(*_: object) -> None:
+        raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+    line.admit = admit
+    with pytest.raises(EngineOverloadedError):
+        await line.outputs()
+    async with asyncio.timeout(5):
+        while line.engine.withdrawn_ids != ["r"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_withdraws_the_request_even_if_its_call_got_nowhere(line: Line) -> None:
+    line.engine.answers = [tokens(5)]
+    generator = line.client.generate(REQUEST)
+    await anext(generator)
+    await generator.aclose()
+    async with asyncio.timeout(5):
+        await line.handle.cancelled.wait()
+        while line.engine.withdrawn_ids != ["r"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_whose_replica_is_gone_before_it_began_goes_to_another_one(line: Line) -> None:
+    async def admit(*_: object) -> Refusal:
+        while not line.engine.requests:
+            await asyncio.sleep(0.01)
+        line.engine.answers = [tokens(5, reason=FinishReason.LENGTH)]
+        return Refusal(kind=RefusalKind.MOVED, message="gone")
+
+    line.admit = admit
+    [output] = await line.outputs()
+    assert output.token_ids == (5,)
+    first, second = line.engine.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.request_id != second.request_id  # what is still said of the first is not about the second
+
+
+async def test_a_request_that_finds_no_replica_in_time_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_client, "ADMISSION_TIMEOUT_S", 0.1)
+
+    async def admit(*_: object) -> Refusal:
+        return Refusal(kind=RefusalKind.MOVED, message="gone")
+
+    with pytest.raises(EngineUnavailableError, match=exchange.NO_ENGINE):
+        await outputs_of(Handle(admit))
 
 
 class Replicas(Handle):
@@ -209,8 +359,8 @@ DEAD = RayError("the actor died")
         ((HANGS, HEALTHY), HEALTHY),
         ((DEAD, HANGS, HEALTHY), HEALTHY),
         ((HEALTHY, Health(healthy=False, reason="no step")), Health(healthy=False, reason="no step")),
-        ((HANGS, DEAD), Health(healthy=False, reason=ray_client.NO_ENGINE)),
-        ((), Health(healthy=False, reason=ray_client.NO_ENGINE)),
+        ((HANGS, DEAD), Health(healthy=False, reason=exchange.NO_ENGINE)),
+        ((), Health(healthy=False, reason=exchange.NO_ENGINE)),
     ],
 )
 async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(

@@ -1,0 +1,103 @@
+"""Exchange: one request at one engine, seen from its ingress.
+
+Both ways back are watched, the inbox and the Serve call that holds the request's place. Whichever says first that the
+request is over ends it, and an engine that dies or goes silent gives an error, never a wait without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from cluster.client import EngineUnavailableError
+from cluster.mailbox import Inbox, Line, Mailbox
+from cluster.messages import Refusal, RefusalKind
+from engine.request import FinishReason, RequestOutput
+
+LAST_FRAME_TIMEOUT_S = 10.0
+"""Longest wait for the last tokens once the engine server said that the request has ended."""
+
+NO_ENGINE = "no engine answers; it may be starting or restarting"
+LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive; try again")
+
+
+class MovedError(RuntimeError):
+    """The chosen replica is gone and has sent nothing: the request can go to another one."""
+
+
+class Exchange:
+    def __init__(
+        self, mailbox: Mailbox, stream: int, inbox: Inbox, line: Line | None, call: asyncio.Task[Refusal | None]
+    ) -> None:
+        """`line` is the one over which the request left; None if the call took it along."""
+        self._mailbox = mailbox
+        self._stream = stream
+        self._inbox = inbox
+        self._line = line
+        self._call = call
+        self._started = False
+        self._ended = False
+        call.add_done_callback(lambda _: inbox.wake())
+
+    async def wait_until_taken(self, deadline: float) -> None:
+        """Waits for the engine's word that it has the request, or for the end of the call.
+
+        Raises:
+            EngineUnavailableError: the deadline (in the loop's time) has come.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                if not self._call.done():
+                    await self._inbox.wait()
+        except TimeoutError:
+            raise EngineUnavailableError(NO_ENGINE) from None
+
+    async def next(self) -> RequestOutput:
+        """What the engine has yielded since the last time; the one with a finish_reason is the last.
+
+        Raises (before the first output only; then, an output with an error takes their place):
+            EngineOverloadedError, EngineUnavailableError, InvalidRequestError: the engine did not take the request.
+            MovedError: the request has to go to another replica.
+        """
+        while True:
+            await self._arrival()
+            output = self._inbox.take()
+            if output is None:
+                return self._failure(self._call.result() or LAST_FRAME_LOST)
+            if not self._started and _says_nothing(output):
+                continue
+            self._started = True
+            self._ended = output.finish_reason is not None
+            return output
+
+    def close(self) -> None:
+        """Ends the request unless it has ended. The call of one that has ended ends by itself."""
+        self._mailbox.discard(self._stream)
+        if self._ended:
+            return
+        if self._line is not None:
+            self._line.withdraw(self._stream, self._inbox.request_id)
+        self._call.cancel()
+
+    async def _arrival(self) -> None:
+        """Returns when there is something in the inbox, or nothing will come any more."""
+        call, inbox = self._call, self._inbox
+        if not call.done():
+            await inbox.wait()
+        if call.done() and call.result() is None:  # ended well: the last frame may still be on its way
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
+                    await inbox.wait()
+
+    def _failure(self, refusal: Refusal) -> RequestOutput:
+        if self._started:
+            return RequestOutput(
+                request_id=self._inbox.request_id, finish_reason=FinishReason.ERROR, error=refusal.message
+            )
+        if refusal.kind is RefusalKind.MOVED:
+            raise MovedError(refusal.message)
+        raise refusal.as_error()
+
+
+def _says_nothing(output: RequestOutput) -> bool:
+    return not output.token_ids and output.finish_reason is None and output.prompt_logprobs is None

@@ -1,0 +1,144 @@
+"""The engine's end of the line to an ingress: tokens go out, requests and their withdrawals come in.
+
+An engine connects to an ingress on the first Serve call that it gets from there, shows the secret that came with it and
+says which replica it is. From then on the ingress sends requests over the line too, ahead of the Serve calls that hold
+their places: that takes a fraction of a millisecond in place of several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from typing import Protocol, cast
+
+from cluster import frames
+from cluster.mailbox import MailboxAddress
+from cluster.request_codec import unpack_request
+from engine.errors import first_line
+from engine.request import EngineRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Reader(Protocol):
+    """Who takes what ingresses send."""
+
+    def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None: ...
+
+    def withdrawn(self, connection: Connection, request_id: str) -> None: ...
+
+    def lost(self, connection: Connection) -> None:
+        """The connection has ended, with all requests on it."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """The line to one ingress."""
+
+    def __init__(self, reader: Reader, forget: Callable[[], object]) -> None:
+        """`forget` is called before the reader hears that the connection has ended."""
+        self._reader = reader
+        self._forget = forget
+        self._transport: asyncio.Transport | None = None
+        self._decoder = frames.Decoder()
+        self._paused = False
+        self._backlog: dict[int, list[RequestOutput]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def introduce(self, secret: str, replica: str) -> None:
+        self._write(secret.encode() + frames.encode([(replica,)]))
+
+    def post(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
+        """Sends outputs as one frame, or keeps them for the next one while the socket is full."""
+        if not self._paused:
+            self._write(frames.encode(frames.to_row(stream, output) for stream, output in outputs))
+            return
+        for stream, output in outputs:
+            self._backlog.setdefault(stream, []).append(output)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for rows in self._decoder.feed(data):
+                for row in rows:
+                    self._read(row)
+        except (frames.FrameError, TypeError, ValueError) as error:  # nothing that follows can be trusted
+            logger.error("what an ingress sends makes no sense: %s", first_line(error))
+            self.close()
+
+    def _read(self, row: frames.Row) -> None:
+        stream, content = row
+        if isinstance(content, str):
+            self._reader.withdrawn(self, content)
+        else:
+            self._reader.arrived(self, stream, unpack_request(content))
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        backlog, self._backlog = self._backlog, {}
+        if backlog:
+            self.post([(stream, frames.merge(outputs)) for stream, outputs in backlog.items()])
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._transport = None
+        self._backlog.clear()
+        self._forget()
+        self._reader.lost(self)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+
+class Outbox:
+    """All lines of one engine server: one per ingress."""
+
+    def __init__(self, replica: str, reader: Reader) -> None:
+        """`replica` is what the ingresses know this engine server by."""
+        self._replica = replica
+        self._reader = reader
+        self._connections: dict[MailboxAddress, asyncio.Task[Connection]] = {}
+
+    async def connect(self, address: MailboxAddress) -> Connection:
+        """The connection to an ingress, made at the first call.
+
+        Raises:
+            OSError, TimeoutError: the ingress can't be reached.
+        """
+        task = self._connections.get(address)
+        if task is None:
+            task = self._connections[address] = asyncio.create_task(self._open(address))
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            if task.done() and self._connections.get(address) is task:
+                del self._connections[address]
+            raise
+
+    async def _open(self, address: MailboxAddress) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection = Connection(self._reader, lambda: self._connections.pop(address, None))
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await loop.create_connection(lambda: connection, address.host, address.port)
+        connection.introduce(address.secret, self._replica)
+        return connection
+
+    def close(self) -> None:
+        for task in self._connections.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()
