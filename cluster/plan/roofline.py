@@ -29,10 +29,10 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that servers reach, and fixed times; 1 and 0 give the bound."""
+    """Shares of the peaks that servers reach, and fixed times."""
 
     hbm: float
-    mxu: float
+    mxu: float  # in prefill; a decode step's products hide behind the reading of its weights
     ici: float
     step_s: float  # host time and everything else that a step takes whatever its size
     collective_s: float  # start of one collective
@@ -65,8 +65,14 @@ def step_time(cost: StepCost, peaks: Peaks) -> StepTime:
     )
 
 
-def expected_s(cost: StepCost, peaks: Peaks, efficiency: Efficiency) -> float:
-    """What a step takes on a server of today: matrix units and memory overlap, collectives and host time add."""
+def decode_s(cost: StepCost, peaks: Peaks, efficiency: Efficiency) -> float:
+    """What a decode step takes on a server of today: collectives and host time add to the reading of memory."""
     time = step_time(cost, peaks)
-    work = max(time.hbm_s / efficiency.hbm, time.mxu_s / efficiency.mxu)
+    work = max(time.hbm_s / efficiency.hbm, time.mxu_s)
     return efficiency.step_s + work + time.ici_s / efficiency.ici + cost.collectives * efficiency.collective_s
+
+
+def prefill_s(cost: StepCost, peaks: Peaks, efficiency: Efficiency) -> float:
+    """What prefill adds to steps that run anyway."""
+    time = step_time(cost, peaks)
+    return max(time.hbm_s / efficiency.hbm, time.mxu_s / efficiency.mxu) + time.ici_s / efficiency.ici

@@ -1,7 +1,6 @@
 """What one device of a tensor-parallel group holds of a model: heads, columns, bytes. Formulas only.
 
-The cut is that of the JAX backend: query heads follow their KV head, KV heads are replicated where there are more
-devices than heads and padded where they don't divide; the MLP and the vocabulary are padded to equal shares.
+The cut is the JAX backend's own (`backends.jax.partition`): padded and replicated heads count as what they take.
 """
 
 from __future__ import annotations
@@ -9,29 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backends.jax.model_config import ModelConfig
+from backends.jax.partition import TPU_LANES, Partition
 
-LANES = 128
-"""Width of a TPU vector register: shares of columns are padded to it where that costs little."""
-_MAX_LANE_PADDING = 0.02
 _SCALE_BYTES = 4
 _NORM_BYTES = 4
-
-
-def head_shares(config: ModelConfig, tensor_parallel: int) -> tuple[int, int]:
-    """Query and KV heads of each device, padding included."""
-    group = config.num_heads // config.num_kv_heads
-    if tensor_parallel <= config.num_kv_heads:
-        kv_heads = -(-config.num_kv_heads // tensor_parallel)
-        return kv_heads * group, kv_heads
-    copies = tensor_parallel // config.num_kv_heads
-    return -(-group // copies), 1
-
-
-def column_share(columns: int, tensor_parallel: int) -> int:
-    """A device's share of a matrix's columns, padding included."""
-    share = -(-columns // tensor_parallel)
-    padded = -(-share // LANES) * LANES
-    return padded if padded <= share * (1 + _MAX_LANE_PADDING) else share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,20 +24,24 @@ class Shard:
     item_bytes: int = 2  # of weights that are not quantized, and of keys and values
 
     @property
+    def partition(self) -> Partition:
+        return Partition(model=self.config, chips=self.tensor_parallel, lanes=TPU_LANES)
+
+    @property
     def query_heads(self) -> int:
-        return head_shares(self.config, self.tensor_parallel)[0]
+        return self.partition.heads.heads_per_chip
 
     @property
     def kv_heads(self) -> int:
-        return head_shares(self.config, self.tensor_parallel)[1]
+        return self.partition.heads.kv_heads_per_chip
 
     @property
     def mlp_columns(self) -> int:
-        return column_share(self.config.intermediate_size, self.tensor_parallel)
+        return self.partition.mlp_per_chip
 
     @property
     def vocab_columns(self) -> int:
-        return column_share(self.config.vocab_size, self.tensor_parallel)
+        return self.partition.vocab_per_chip
 
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
         """[out, in] of a layer's four products: qkv, o, gate and up, down."""
