@@ -1,0 +1,145 @@
+"""TPU slices that are not here: libtpu describes them by name and compiles for their devices on any machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from numpy.typing import NDArray
+
+from backends.jax.hardware import INSTALL_LIBTPU, libtpu_is_installed
+from engine.backend import BackendError
+from engine.errors import first_line
+
+TWO_DIMENSIONAL = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+THREE_DIMENSIONAL = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+GENERATIONS = {
+    "v4": THREE_DIMENSIONAL,
+    "v5e": TWO_DIMENSIONAL,
+    "v5p": THREE_DIMENSIONAL,
+    "v6e": TWO_DIMENSIONAL,
+    "tpu7x": THREE_DIMENSIONAL,
+}
+"""Generation, by JAX's name, and the shapes of its slices that clouds rent."""
+
+_OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v6": "v6e", "v7x": "tpu7x", "tpu-v7x": "tpu7x"}
+_HARMLESS = (
+    "could not determine TPU",
+    "Failed to find host bounds for accelerator type",
+    "Logging before InitGoogle()",
+    "unexpected worker hostname",
+    "=== Source Location Trace: ===",
+    "learning/45eac/tfrc/runtime/",
+)
+"""What libtpu says on stderr about a machine that is no TPU host, each time it is loaded."""
+
+_stderr_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyName:
+    """A slice's name in parts: v5e:2x4."""
+
+    generation: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(name: str) -> TopologyName:
+    """Reads `generation:shape`.
+
+    Raises:
+        BackendError: no such slice; the line lists what there is.
+    """
+    generation, _, shape = name.strip().lower().partition(":")
+    generation = _OTHER_NAMES.get(generation, generation)
+    if generation not in GENERATIONS:
+        raise BackendError(
+            f"topology {name!r}: no TPU generation {generation!r}; use {', '.join(GENERATIONS)} and a shape, "
+            "such as v5e:2x4 or v5p:2x2x2"
+        )
+    shapes = GENERATIONS[generation]
+    if shape not in shapes:
+        raise BackendError(
+            f"topology {name!r}: no {generation} slice {shape or '(none)'!r}; use one of {', '.join(shapes)}"
+        )
+    return TopologyName(generation=generation, shape=tuple(int(extent) for extent in shape.split("x")))
+
+
+def open_topology(name: str) -> tuple[jax.Device, ...]:
+    """The devices of a slice, to compile for and not to run on. A chip is one device, of tpu7x two.
+
+    Args:
+        name: such as "v5e:4x4", "v6e:1x1" (one chip), "v5p:2x2x2".
+
+    Raises:
+        BackendError: no such slice, or libtpu is not installed; one line.
+    """
+    parsed = parse_topology(name)
+    if not libtpu_is_installed():
+        raise BackendError(f"compiling for {parsed} needs libtpu, which is not installed: {INSTALL_LIBTPU}")
+    return _open(parsed)
+
+
+@cache
+def _open(name: TopologyName) -> tuple[jax.Device, ...]:
+    # JAX itself starts on the CPU: a TPU of this machine is left to those who run on it.
+    jax.config.update("jax_platforms", "cpu")
+    options: dict[str, Any] = {}
+    if max(name.shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu's default, 2x2x1, does not divide it
+    if name.generation == "v4":
+        options["chip_config_name"] = "megacore"  # as on a TPU host: one device a chip
+    try:
+        with quiet_stderr():
+            return tuple(topologies.get_topology_desc(topology_name=str(name), platform="tpu", **options).devices)
+    except Exception as error:  # libtpu raises JaxRuntimeError, a broken installation RuntimeError or OSError
+        raise BackendError(f"libtpu does not know the topology {name}: {first_line(error)}") from error
+
+
+def take_devices(devices: tuple[jax.Device, ...], count: int) -> NDArray[Any]:
+    """The first `count` devices along the slice's torus, as a flat array for a mesh axis.
+
+    Raises:
+        BackendError: the slice has fewer.
+    """
+    if count > len(devices):
+        raise BackendError(f"tensor_parallel_size={count} is more than the slice's {len(devices)} devices")
+    return np.array(devices[:count], dtype=object)
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Drops from file descriptor 2, where libtpu's C++ code writes, what is harmless; the rest appears at the end."""
+    with _stderr_lock, tempfile.TemporaryFile() as caught:
+        sys.stderr.flush()
+        original = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            caught.seek(0)
+            kept = [line for line in caught.read().decode(errors="replace").splitlines() if not is_harmless(line)]
+            if kept:
+                print("\n".join(kept), file=sys.stderr, flush=True)
+
+
+def is_harmless(line: str) -> bool:
+    """Whether a line on stderr is one of libtpu's remarks on not being on a TPU host."""
+    return not line.strip() or any(text in line for text in _HARMLESS) or re.fullmatch(r"=+", line.strip()) is not None
