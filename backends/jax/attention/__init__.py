@@ -1,7 +1,15 @@
-"""Attention over paged KV blocks behind one interface: XLA anywhere, native kernels on CPU."""
+"""Attention over paged KV blocks behind one interface: XLA anywhere, native kernels on CPU, Pallas kernels on TPU."""
 
-from backends.jax.attention.base import AttentionInputs, PagedAttention
+from backends.jax.attention.base import AttentionInputs, LayerArrays, PagedAttention
 from backends.jax.attention.native import NativeAttention
+from backends.jax.attention.pallas import PallasAttention
 from backends.jax.attention.xla import XlaAttention
 
-__all__ = ["AttentionInputs", "NativeAttention", "PagedAttention", "XlaAttention"]
+__all__ = [
+    "AttentionInputs",
+    "LayerArrays",
+    "NativeAttention",
+    "PagedAttention",
+    "PallasAttention",
+    "XlaAttention",
+]
