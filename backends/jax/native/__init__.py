@@ -19,6 +19,7 @@ BLOCK = 32
 """Outputs per packed weight block (kBlock in linear.h)."""
 _TARGETS = {
     "sliceserve_linear": "SliceserveLinear",
+    "sliceserve_linear_int8": "SliceserveLinearInt8",
     "sliceserve_rms_norm": "SliceserveRmsNorm",
     "sliceserve_gated_silu": "SliceserveGatedSilu",
     "sliceserve_attention": "SliceserveAttention",
@@ -42,14 +43,20 @@ def load_kernels(cache_dir: Path) -> None:
     _loaded.append(library)
 
 
-def pack_weight(weight: np.ndarray) -> np.ndarray:
-    """[n, k] float32 or bfloat16 -> [ceil(n / 32), k / pair, 32, pair], the order in which the linear kernel reads.
+def packed_shape(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
+    """The shape that pack_weight gives a matrix [n, k]."""
+    pair = 1 if itemsize == 4 else 2
+    return -(-n // BLOCK), k // pair, BLOCK, pair
 
-    pair is 2 for bfloat16 (returned as uint16) and 1 for float32; missing outputs are zero.
+
+def pack_weight(weight: np.ndarray) -> np.ndarray:
+    """[n, k] float32, bfloat16 or int8 -> [ceil(n / 32), k / pair, 32, pair], as the linear kernels read it.
+
+    pair is 2 for bfloat16 (returned as uint16) and int8, and 1 for float32; missing outputs are zero.
     """
     n, k = weight.shape
-    raw = weight.view(np.uint16) if weight.dtype.itemsize == 2 else weight.astype(np.float32, copy=False)
-    pair = 4 // raw.dtype.itemsize
+    raw = weight.view(np.uint16) if weight.dtype.itemsize == 2 else weight
+    pair = 1 if raw.dtype.itemsize == 4 else 2
     blocks = -(-n // BLOCK)
     if blocks * BLOCK != n:
         raw = np.concatenate([raw, np.zeros((blocks * BLOCK - n, k), raw.dtype)])
@@ -64,6 +71,30 @@ def linear(x: jax.Array, weight: jax.Array, layer: jax.Array, num_tokens: jax.Ar
     result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
     call = jax.ffi.ffi_call("sliceserve_linear", result)
     return call(x, weight, layer, num_tokens)
+
+
+def pack_scales(scale: np.ndarray) -> np.ndarray:
+    """[n] float32 -> [ceil(n / 32), 32], zero for missing outputs."""
+    return np.pad(scale, (0, -scale.shape[0] % BLOCK)).reshape(-1, BLOCK)
+
+
+def linear_int8(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    layer: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    out_features: int,
+    exact: bool,
+) -> jax.Array:
+    """Like linear, with weight [layers, *packed] int8 and scale [layers, blocks, 32] float32.
+
+    Unless exact, activations may be rounded to 16 bits (see linear_int8.h).
+    """
+    result = jax.ShapeDtypeStruct((x.shape[0], out_features), jnp.float32)
+    call = jax.ffi.ffi_call("sliceserve_linear_int8", result)
+    return call(x, weight, scale, layer, num_tokens, exact=exact)
 
 
 def sample(

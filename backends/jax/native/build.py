@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from jaxlib import version as jaxlib_version
 
-SOURCES = ("ffi.cc", "attention.h", "linear.h", "sampling.h", "elementwise.h", "parallel.h", "simd.h")
+SOURCES = ("ffi.cc", "attention.h", "linear.h", "linear_int8.h", "sampling.h", "elementwise.h", "parallel.h", "simd.h")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 BUILD_TIMEOUT_S = 300
 

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "linear_int8.h"
 #include "sampling.h"
 
 namespace ffi = xla::ffi;
@@ -23,6 +24,18 @@ ffi::Error LinearImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuf
     Linear(pool, x.typed_data(), w.typed_data<float>() + offset, t, valid, k, out, n);
   else
     Linear(pool, x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()) + offset, t, valid, k, out, n);
+  return ffi::Error::Success();
+}
+
+// x [t, k], w [layers, blocks, k / 2, 32, 2], scale [layers, blocks, 32], layer [], rows [1] -> y [t, n]
+ffi::Error LinearInt8Impl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F32> scale,
+                          ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows, ffi::Result<ffi::Buffer<ffi::F32>> y,
+                          bool exact) {
+  const int64_t t = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const int64_t valid = std::clamp<int64_t>(rows.typed_data()[0], 0, t);
+  const int64_t padded = layer.typed_data()[0] * scale.dimensions()[1] * kBlock;
+  const Int8Weight weight{w.typed_data() + padded * k, scale.typed_data() + padded};
+  LinearInt8(pool, x.typed_data(), weight, t, valid, k, y->typed_data(), n, exact);
   return ffi::Error::Success();
 }
 
@@ -108,6 +121,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveLinear, sliceserve::LinearImpl,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveLinearInt8, sliceserve::LinearInt8Impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("exact"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveRmsNorm, sliceserve::RmsNormImpl,
                               ffi::Ffi::Bind()
