@@ -15,6 +15,7 @@ commands:
   serve    start a server on this machine
   chat     talk to a running server in the terminal
   bench    put load on a server and measure it
+  plan     find out what a model needs and can reach on TPU slices, without one
 
 sliceserve COMMAND --help lists a command's flags; sliceserve --version prints the version.
 """
@@ -57,7 +58,13 @@ def _bench(argv: Sequence[str]) -> int:
     return bench(argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "chat": _chat, "bench": _bench}
+def _plan(argv: Sequence[str]) -> int:
+    from cluster.cli.plan import plan
+
+    return plan(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "chat": _chat, "bench": _bench, "plan": _plan}
 
 
 if __name__ == "__main__":

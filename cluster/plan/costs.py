@@ -57,6 +57,7 @@ class AnalyticCosts:
     """StepCosts by formula."""
 
     shard: Shard
+    devices_per_chip: int = 1
 
     def decode(self, rows: float, context: float) -> StepCost:
         shard = self.shard
@@ -99,7 +100,16 @@ class AnalyticCosts:
         return 0 if self.shard.tensor_parallel == 1 else 2 * self.shard.config.num_layers + 2
 
     def _all_reduced(self, tokens: float) -> float:
-        """Sent for sums over the group: each device sends its share of (n - 1) / n twice."""
-        size = self.shard.tensor_parallel
-        sums = 2 * self.shard.config.num_layers + 1
-        return sums * tokens * self.shard.config.hidden_size * _ACTIVATION_BYTES * 2 * (size - 1) / size
+        """Sent for the step's sums over the group."""
+        shard = self.shard
+        each = tokens * shard.config.hidden_size * _ACTIVATION_BYTES
+        return (2 * shard.config.num_layers + 1) * all_reduced_bytes(each, shard.tensor_parallel, self.devices_per_chip)
+
+
+def all_reduced_bytes(size: float, devices: int, devices_per_chip: int) -> float:
+    """What a device sends over the links to sum `size` bytes over `devices`: twice its share of what others have.
+
+    The devices of one chip sum up between themselves first, and share what the chip sends.
+    """
+    chips = -(-devices // devices_per_chip)
+    return 2 * size * (chips - 1) / chips / min(devices, devices_per_chip)

@@ -75,14 +75,21 @@ def plan_memory(
     temporary_bytes: int,
     kv_bytes_per_block: int,
     block_size: int,
+    max_rows: int,
     max_model_len: int | None,
     model_max_len: int,
+    shortest: int,
 ) -> MemoryPlan:
-    """Gives the KV cache what the budget leaves. Without max_model_len it is the model's, or what the cache holds."""
+    """Gives the KV cache what the budget leaves, and not more than its rows can use.
+
+    Args:
+        max_model_len: None: the model's, or what the cache holds.
+        shortest: tokens of the sequences that have to fit in any case.
+    """
     budget = int(usable_bytes * factor)
     left = budget - weight_bytes - other_bytes - kv_bytes_per_block  # the last is the dump block
-    blocks = max(0, left // kv_bytes_per_block)
-    capacity = max(block_size, blocks * block_size)
+    most_useful = max_rows * -(-(max_model_len or model_max_len) // block_size)
+    blocks = max(0, min(left // kv_bytes_per_block, most_useful))
     return MemoryPlan(
         usable_bytes=usable_bytes,
         budget_bytes=budget,
@@ -92,5 +99,5 @@ def plan_memory(
         kv_bytes_per_block=kv_bytes_per_block,
         block_size=block_size,
         num_blocks=blocks,
-        max_model_len=min(model_max_len, capacity) if max_model_len is None else max_model_len,
+        max_model_len=max_model_len or max(shortest, min(model_max_len, blocks * block_size)),
     )

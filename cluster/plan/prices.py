@@ -61,5 +61,7 @@ def _parse(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise PlanError(f"--prices={path} can't be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"--prices={path} can't be read: {first_line(error)}") from None
