@@ -110,8 +110,7 @@ class Collector:
         state.last_token_time = now
         if reason is not None:
             self._finish(state)
-            self._metrics.request_success[reason] += 1
-            self._metrics.e2e_request_latency_seconds.observe(now - state.arrival_time)
+            self._metrics.request_ended(state.record(), reason, now)
         return RequestOutput(
             request_id=state.request_id,
             token_ids=() if token is None else (token,),
@@ -124,6 +123,7 @@ class Collector:
 
     def _prompt_done(self, state: RequestState, now: float) -> tuple[TokenLogprobs | None, ...] | None:
         """Notes that a prompt is computed; gives its logprobs, if asked for."""
+        state.first_token_time = now
         self._metrics.prompt_tokens += state.prompt_len
         if not state.request.output_token_ids:
             self._metrics.time_to_first_token_seconds.observe(now - state.arrival_time)

@@ -247,8 +247,7 @@ class EngineCore:
         return self._final_output(state, reason, error)
 
     def _final_output(self, state: RequestState, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        self._metrics.request_success[reason] += 1
-        self._metrics.e2e_request_latency_seconds.observe(time.time() - state.arrival_time)
+        self._metrics.request_ended(state.record(), reason, time.time())
         return RequestOutput(
             request_id=state.request_id,
             finish_reason=reason,

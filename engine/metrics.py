@@ -27,6 +27,8 @@ _REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKEN_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+_LENGTH_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+"""1 to 500,000 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,15 @@ DEFINITIONS: tuple[MetricDefinition, ...] = (
     _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS),
     _histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS),
     _histogram("request_queue_time_seconds", "From a request's arrival to its place in the batch.", _REQUEST_BUCKETS),
+    _histogram(
+        "request_prefill_time_seconds", "From a request's place in the batch to its first token.", _REQUEST_BUCKETS
+    ),
+    _histogram("request_decode_time_seconds", "From a request's first token to its last one.", _REQUEST_BUCKETS),
+    _histogram(
+        "request_time_per_output_token_seconds", "Mean time per token of a request after its first one.", _ITL_BUCKETS
+    ),
+    _histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS),
+    _histogram("request_generation_tokens", "Tokens generated per request.", _LENGTH_BUCKETS),
     _histogram("iteration_tokens_total", "Tokens per engine step, prefill and decode.", _TOKEN_BUCKETS),
 )
 
@@ -102,6 +113,18 @@ class Histogram:
         return HistogramSnapshot(counts=tuple(self._counts), sum=self._sum)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRecord:
+    """What metrics must know of a request that has ended. Times in seconds since the epoch, 0 where there is none."""
+
+    prompt_tokens: int
+    generated_tokens: int  # here; none that another replica had generated
+    arrival_time: float
+    admission_time: float  # its first place in the batch
+    first_token_time: float
+    last_token_time: float
+
+
 class EngineMetrics:
     """The engine's record, one attribute per metric."""
 
@@ -123,6 +146,21 @@ class EngineMetrics:
         self.e2e_request_latency_seconds = histograms["e2e_request_latency_seconds"]
         self.request_queue_time_seconds = histograms["request_queue_time_seconds"]
         self.iteration_tokens_total = histograms["iteration_tokens_total"]
+
+    def request_ended(self, record: RequestRecord, reason: FinishReason, now: float) -> None:
+        """Counts a request that got its last output at `now` (seconds since the epoch)."""
+        self.request_success[reason] += 1
+        histograms = self._histograms
+        self.e2e_request_latency_seconds.observe(now - record.arrival_time)
+        histograms["request_prompt_tokens"].observe(record.prompt_tokens)
+        histograms["request_generation_tokens"].observe(record.generated_tokens)
+        if not record.first_token_time:
+            return
+        histograms["request_prefill_time_seconds"].observe(record.first_token_time - record.admission_time)
+        decode_s = record.last_token_time - record.first_token_time
+        histograms["request_decode_time_seconds"].observe(decode_s)
+        if record.generated_tokens > 1:
+            histograms["request_time_per_output_token_seconds"].observe(decode_s / (record.generated_tokens - 1))
 
     def snapshot(self) -> MetricsSnapshot:
         plain = (item.name for item in DEFINITIONS if item.kind != "histogram" and item.label is None)

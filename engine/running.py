@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.batch import Int32
 from engine.kv_cache import block_hash, root_hash
+from engine.metrics import RequestRecord
 from engine.request import EngineRequest, FinishReason, TokenLogprobs
 
 
@@ -29,9 +30,11 @@ class RequestState:
         "_block_hashes",
         "_min_len",
         "_root_hash",
+        "admission_time",
         "arrival_time",
         "block_ids",
         "deadline",
+        "first_token_time",
         "last_step",
         "last_token_time",
         "max_len",
@@ -45,7 +48,6 @@ class RequestState:
         "status",
         "stop_ids",
         "token_ids",
-        "was_admitted",
     )
 
     def __init__(self, request: EngineRequest, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
@@ -61,10 +63,11 @@ class RequestState:
         self.block_ids: list[int] = []
         self.num_registered_blocks = 0
         self.last_step = -1  # the last step it had a row in, kept here while it has no slot
-        self.was_admitted = False
         self.num_cached_tokens = 0
         self.arrival_time = min(request.arrival_time, time.time())
         self.deadline = math.inf  # monotonic seconds
+        self.admission_time = 0.0  # its first place in the batch; 0 before
+        self.first_token_time = 0.0  # 0 before
         self.last_token_time = 0.0  # 0 before the first one
         # One entry per prompt token while they are collected; None when not asked for or already delivered.
         asked = sampling.prompt_logprobs is not None and not request.output_token_ids
@@ -89,6 +92,17 @@ class RequestState:
             parent = hashes[-1] if hashes else self._root_hash
             hashes.append(block_hash(parent, self.token_ids[index * block_size : (index + 1) * block_size]))
         return hashes[:count]
+
+    def record(self) -> RequestRecord:
+        """For the metrics."""
+        return RequestRecord(
+            prompt_tokens=self.prompt_len,
+            generated_tokens=self.num_tokens - self.prompt_len - len(self.request.output_token_ids),
+            arrival_time=self.arrival_time,
+            admission_time=self.admission_time,
+            first_token_time=self.first_token_time,
+            last_token_time=self.last_token_time,
+        )
 
     def known_tokens(self) -> Int32:
         return np.array(self.token_ids, dtype=np.int32)

@@ -266,13 +266,13 @@ class Scheduler:
         slot_state = self._table.assign(state, num_cached_tokens)
         if slot_state is not None:
             self._new_slot_states.append(slot_state)
-        if not state.was_admitted:
+        if not state.admission_time:
             self._record_first_admission(state, num_cached_tokens)
 
     def _record_first_admission(self, state: RequestState, num_cached_tokens: int) -> None:
-        state.was_admitted = True
+        state.admission_time = time.time()
         state.num_cached_tokens = min(num_cached_tokens, state.prompt_len // self._block_size * self._block_size)
         if self._limits.caching and state.prompt_logprobs is None:
             self._metrics.prefix_cache_queries += state.num_tokens
             self._metrics.prefix_cache_hits += num_cached_tokens
-        self._metrics.request_queue_time_seconds.observe(time.time() - state.arrival_time)
+        self._metrics.request_queue_time_seconds.observe(state.admission_time - state.arrival_time)

@@ -26,6 +26,13 @@ PANEL_METRICS = {
     "ray_vllm_prefix_cache_hits_total",
     "ray_vllm_request_success_total",
     "ray_vllm_time_to_first_token_seconds_bucket",
+    "ray_vllm_request_time_per_output_token_seconds_bucket",
+    "ray_vllm_request_prompt_tokens_bucket",
+    "ray_vllm_request_prompt_tokens_sum",
+    "ray_vllm_request_generation_tokens_bucket",
+    "ray_vllm_request_queue_time_seconds_sum",
+    "ray_vllm_request_prefill_time_seconds_sum",
+    "ray_vllm_request_decode_time_seconds_sum",
 }
 
 

@@ -341,6 +341,34 @@ def test_metrics_count_what_happened(start: Callable[..., Engine]) -> None:
     assert sums["inter_token_latency_seconds"][0] == 18
     assert sums["request_queue_time_seconds"][0] == 2
     assert sums["iteration_tokens_total"] == (20, 20 + 4 + 18)
+    assert sums["request_prompt_tokens"] == (2, 40)
+    assert sums["request_generation_tokens"] == (2, 20)
+
+
+def test_metrics_split_a_requests_time_into_queue_prefill_and_decode(start: Callable[..., Engine]) -> None:
+    engine = start(mock_step_ms=20)
+    engine.result(engine.submit(max_tokens=11))
+    sums = {name: histogram.sum for name, histogram in engine.core.metrics().histograms.items()}
+    phases = (
+        sums["request_queue_time_seconds"],
+        sums["request_prefill_time_seconds"],
+        sums["request_decode_time_seconds"],
+    )
+    assert sum(phases) == pytest.approx(sums["e2e_request_latency_seconds"], abs=0.001)
+    assert phases[1] >= 0.02
+    assert phases[2] >= 0.2  # ten tokens after the first one
+    assert sums["request_time_per_output_token_seconds"] == pytest.approx(phases[2] / 10)
+
+
+def test_metrics_of_a_request_that_ends_early_leave_out_what_it_never_came_to(start: Callable[..., Engine]) -> None:
+    engine = start(mock_step_ms=200)
+    name = engine.submit(max_tokens=100)
+    engine.core.abort(name)
+    engine.result(name)
+    counts = {name: sum(histogram.counts) for name, histogram in engine.core.metrics().histograms.items()}
+    assert counts["request_prompt_tokens"] == counts["e2e_request_latency_seconds"] == 1
+    assert counts["request_prefill_time_seconds"] == counts["request_decode_time_seconds"] == 0
+    assert counts["request_time_per_output_token_seconds"] == 0
 
 
 def test_max_model_len_is_what_the_cache_can_hold() -> None:
