@@ -149,7 +149,7 @@ class NeuronInstance:
 
 
 _SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 
 # Memory, bandwidth, peaks, links and shapes: Google's Cloud TPU documentation, the page of each generation (it gives
 # both directions of all links of a chip in one number; here it is one direction of one link). v4's links: Jouppi et

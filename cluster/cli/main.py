@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _serve(argv: Sequence[str]) -> int:
