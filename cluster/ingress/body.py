@@ -16,6 +16,10 @@ from cluster.ingress.errors import ApiError, ClientDisconnectedError, invalid
 from cluster.ingress.workers import Workers
 
 MAX_BODY_BYTES = 16 << 20
+MAX_VALUES = 1_000_000
+MAX_CONTAINERS = 200_000
+"""Of a body: its commas, and its brackets and braces, those in texts included. Parsing 16 MiB of either would hold up
+everybody's streams for seconds, as the parser lets go of the interpreter only when it is done."""
 TIMEOUT_S = 60.0
 """A body that trickles in for longer holds a connection for nothing."""
 CLOSE = {"Connection": "close"}
@@ -39,7 +43,7 @@ async def read_body(
 
     Raises:
         ApiError: 408 when it takes longer than `timeout_s` to arrive, 413 when it is larger than MAX_BODY_BYTES,
-            400 when it is not a JSON object in valid Unicode, or `parse` refuses it.
+            or holds too many values, 400 when it is not a JSON object in valid Unicode, or `parse` refuses it.
         ClientDisconnectedError: the client went away before its end.
     """
     try:
@@ -56,6 +60,7 @@ async def read_body(
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
+    _refuse_masses(raw)
     try:
         # Not left to json.loads: of bytes it takes UTF-16 too, and halves of surrogate pairs.
         text = raw.decode("utf-8-sig")
@@ -100,6 +105,16 @@ async def _read(request: Request) -> bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _refuse_masses(raw: bytes) -> None:
+    for what, count, most in (
+        ("commas", raw.count(b","), MAX_VALUES),
+        ("brackets and braces", raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS),
+    ):
+        if count > most:
+            message = f"the body has {count} {what}; {most} is the most: send less in one request"
+            raise ApiError(message, status=413, code="body_too_large")
 
 
 def _whole(digits: str) -> int:

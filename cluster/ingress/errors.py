@@ -22,6 +22,19 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client went away: nobody reads it, access logs do."""
 
 
+MAX_NAME = 120
+MAX_MESSAGE = 1000
+"""Longest parameter name and message of an error, in characters: clients choose much of what they quote."""
+
+
+def shortened(text: str, most: int) -> str:
+    """At most `most` characters of a text, its beginning and its end."""
+    if len(text) <= most:
+        return text
+    head = most * 2 // 3
+    return f"{text[:head]}…{text[head + 1 - most :]}"
+
+
 class ApiError(Exception):
     """A request that gets no (or no further) answer. The message is one line for the person who sent it."""
 
@@ -35,11 +48,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = shortened(message, MAX_MESSAGE)
+        super().__init__(self.message)
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shortened(param, MAX_NAME)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -56,7 +69,7 @@ class ClientDisconnectedError(Exception):
 
 def invalid(param: str | None, message: str) -> ApiError:
     """A 400 that names the parameter."""
-    return ApiError(f"{param}: {message}" if param else message, param=param, code="invalid_value")
+    return ApiError(f"{shortened(param, MAX_NAME)}: {message}" if param else message, param=param, code="invalid_value")
 
 
 def to_api_error(error: BaseException) -> ApiError:

@@ -51,7 +51,7 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) unless `name` is the served model or empty."""
         if name and name != self.model_name:
-            message = f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}"
+            message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     async def chat_job(self, body: Body[ChatRequest]) -> Job:

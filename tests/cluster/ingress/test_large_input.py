@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import httpx
 import pytest
 
+from cluster.ingress.body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_VALUES, parse_json
 from cluster.ingress.errors import ApiError
 from cluster.ingress.protocol.chat import parse_chat
 from cluster.ingress.protocol.completion import parse_completion
@@ -77,3 +79,26 @@ def test_a_million_unknown_fields_are_refused_as_fast_as_one(http: httpx.Client)
     started = time.process_time()
     assert refusal(http.post(COMPLETION, json={"prompt": "Hi", **MANY})) == (400, "k0")
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("item", ["1", "1.5", "[]", "{}", '""', '{"role": "user", "content": ""}'])
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_millions_of_values_are_refused_before_they_are_parsed(http: httpx.Client, field: str, item: str) -> None:
+    body = f'{{"{field}": [{",".join([item] * ((MAX_BODY_BYTES - 64) // (len(item) + 1)))}]}}'
+    started = time.process_time()
+    response = http.post(COMPLETION, content=body)
+    assert time.process_time() - started < 1
+    assert response.status_code == 413
+    assert "is the most" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5] * (MAX_VALUES - 10)},
+        {"prompt": "a, b" * (MAX_VALUES // 2)},
+        {"prompt": "{" * (MAX_CONTAINERS - 10)},
+    ],
+)
+def test_bodies_within_the_bound_are_read(body: dict[str, object]) -> None:
+    assert parse_json(json.dumps(body).encode()) == body

@@ -158,6 +158,9 @@ MESSAGES: list[tuple[Any, str]] = [
 ]
 
 
+MEGABYTE = 1 << 20
+
+
 def refusal(response: httpx.Response) -> tuple[int, str | None]:
     """Status and param of an error in OpenAI's shape with a one-line message."""
     error = response.json()["error"]
@@ -287,6 +290,23 @@ def test_a_body_that_is_too_large_is_a_413(http: httpx.Client) -> None:
             yield b" " * (1 << 20)
 
     assert refusal(http.post(CHAT, content=chunks())) == (413, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": "Hi", "x" * MEGABYTE: 1}, 400),
+        ({"prompt": "Hi", "model": "x" * MEGABYTE}, 404),
+        ({"prompt": "Hi", "logit_bias": {"x" * MEGABYTE: "much"}}, 400),
+        ({"prompt": "Hi", "stream_options": {"x" * MEGABYTE: 1}, "stream": True}, 400),
+    ],
+)
+def test_what_a_client_sent_is_quoted_in_short(http: httpx.Client, body: dict[str, object], status: int) -> None:
+    response = http.post(COMPLETION, json=body)
+    assert response.status_code == status
+    assert len(response.content) < 2000
+    assert "xxx…xxx" in response.json()["error"]["message"]
+    assert not response.json()["error"]["message"].endswith("x")  # what is wrong with it is still said
 
 
 def test_an_error_before_the_first_token_is_no_stream(http: httpx.Client) -> None:
