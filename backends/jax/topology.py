@@ -96,6 +96,8 @@ def open_topology(name: str) -> tuple[jax.Device, ...]:
 
 @cache
 def _open(name: TopologyName) -> tuple[jax.Device, ...]:
+    # libtpu wants a machine's TPU to itself and refuses to be loaded twice; compilers may be as many as they like.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     # JAX itself starts on the CPU: a TPU of this machine is left to those who run on it.
     jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any] = {}

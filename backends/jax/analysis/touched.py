@@ -91,7 +91,7 @@ class HbmMeter:
                 read += num_bytes(user)
             elif user.opcode in _IN_PLACE and place == 0:
                 continue
-            elif user.opcode == "bitcast" and not user.is_root:
+            elif (user.opcode == "bitcast" or _renames_tiles(user)) and not user.is_root:
                 read += self._used(computation, user.name, whole)
             elif user.opcode == "fusion":
                 inner = self._module.computation(user.called["calls"])
@@ -119,6 +119,11 @@ class HbmMeter:
             return known
         unique = {operand.name: operand for operand in operands}
         return sum(operand.hbm_bytes for operand in unique.values()), i.hbm_bytes
+
+
+def _renames_tiles(i: Instruction) -> bool:
+    """Whether a fusion inside a fusion gives its operand, int8 as a rule, another tiling with the same byte order."""
+    return i.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in i.attributes
 
 
 def _sent(i: Instruction, operands: list[Instruction]) -> int:
