@@ -87,8 +87,8 @@ def penalize_by_products(logits: jax.Array, history: jax.Array, rows: RowParams)
     def one_row(index: jax.Array, logits: jax.Array) -> jax.Array:
         row = jax.tree.map(lambda x: x[index], rows)
         known, generated = _count_tokens(history, row, logits.shape[1])
-        old = jax.lax.dynamic_index_in_dim(logits, index, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(logits, _penalized(old, known, generated, row), index, 0)
+        new = _penalized(logits[index], known, generated, row)
+        return logits.at[index].set(new)
 
     penalized: jax.Array = jax.lax.fori_loop(0, logits.shape[0], one_row, logits)
     return penalized
@@ -107,8 +107,7 @@ def _count_tokens(history: jax.Array, row: RowParams, vocab: int) -> tuple[jax.A
         masks = jnp.stack([known, known & (positions >= row.prompt_len)])
         high = jax.nn.one_hot(ids // _LANES, digits, dtype=jnp.bfloat16)
         low = jax.nn.one_hot(ids % _LANES, _LANES, dtype=jnp.bfloat16) * masks[:, :, None]
-        found: jax.Array = jnp.einsum("ch,kcl->khl", high, low, preferred_element_type=jnp.float32)
-        return counts + found
+        return counts + jnp.einsum("ch,kcl->khl", high, low, preferred_element_type=jnp.float32)
 
     chunks = jnp.where(row.rewrites, -(-row.lengths // chunk), 0)
     counts = jax.lax.fori_loop(0, chunks, one_chunk, jnp.zeros((2, digits, _LANES), jnp.float32))
