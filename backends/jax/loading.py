@@ -1,4 +1,8 @@
-"""From a checkpoint to the decoder's parameters, tensor by tensor: never two full copies of the weights in memory."""
+"""From a checkpoint to the decoder's parameters on the devices: layer by layer, each chip's part straight to its chip.
+
+The host holds one parameter of one layer at a time, a device the parameters and one such part. Only devices of this
+process are touched.
+"""
 
 from __future__ import annotations
 
@@ -7,116 +11,89 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
-from numpy.typing import NDArray
 
-from backends.jax import native
 from backends.jax.checkpoint import Checkpoint
-from backends.jax.model import Parameter, Params, parameters
-from backends.jax.model_config import ModelConfig
-from backends.jax.sharding import sharding
-from backends.jax.weights import DenseWeight, PackedWeight
+from backends.jax.layout import ArrayShapes, ParameterLayout, StoredParameter
+from backends.jax.model import Params
+from backends.jax.storage import Array
 from engine.backend import Progress
 
-Array = NDArray[Any]
 MIB = 1 << 20
-ALIGNMENT = 64
-"""Bytes; an array so aligned becomes a CPU device array without a copy."""
 
 
 class ParameterLoader:
-    """Reads parameters in the storage that the chosen kernels want.
+    """Reads parameters into the storage, shapes and shardings that a layout says."""
 
-    Args:
-        packed: for the native CPU kernels. Else dense, for XLA.
-        stacked: one array for all layers. Else a tuple of layers (XLA on CPU copies slices of stacked weights).
-    """
-
-    def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, mesh: Mesh, *, dtype: str, packed: bool, stacked: bool
-    ) -> None:
-        self._config = config
+    def __init__(self, layout: ParameterLayout, checkpoint: Checkpoint, progress: Progress) -> None:
+        self._layout = layout
         self._checkpoint = checkpoint
-        self._mesh = mesh
-        self._dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(np.float32)
-        self._packed = packed
-        self._stacked = stacked
+        self._progress = progress
+        self._done = 0
+        self._write_layer = jax.jit(_write_layer, donate_argnums=0)
 
-    def load(self, progress: Progress) -> Params:
-        """Reads everything, a parameter at a time.
+    def load(self) -> Params:
+        """Reads everything, a layer at a time.
 
         Raises:
             BackendError: a tensor can't be read or has the wrong shape.
         """
-        done, total = 0, self._checkpoint.total_bytes
-
-        def advance(tensor: str) -> None:
-            nonlocal done
-            done += self._checkpoint.num_bytes(tensor)
-            progress("reading weights", done // MIB, total // MIB, f"MiB, {tensor}")
-
-        specs = parameters(self._config)
-        params: dict[str, Any] = {p.name: self._whole(p, advance) for p in specs if not p.per_layer}
-        per_layer = [p for p in specs if p.per_layer]
-        if self._stacked:
-            params["layers"] = {p.name: self._stack(p, advance) for p in per_layer}
-        else:
-            params["layers"] = tuple(
-                {p.name: self._one_layer(p, layer, advance) for p in per_layer}
-                for layer in range(self._config.num_layers)
-            )
+        layout = self._layout
+        whole = [p for p in layout.stored if not p.parameter.per_layer]
+        per_layer = [p for p in layout.stored if p.parameter.per_layer]
+        params = {p.name: p.leaf(self._read(p, "", layout.whole_shapes(p))) for p in whole}
+        params["layers"] = self._stacked(per_layer) if layout.stacked else self._unrolled(per_layer)
         return params
 
-    def _whole(self, parameter: Parameter, advance: Callable[[str], None]) -> Any:
-        value = self._storage(parameter, self._read(parameter, parameter.tensors, advance))
-        return self._leaf(parameter, value[None] if self._is_packed(parameter) else value, ())
+    def _unrolled(self, stored: list[StoredParameter]) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {p.name: p.leaf(self._read_layer(p, layer)) for p in stored} for layer in range(self._layout.num_layers)
+        )
 
-    def _one_layer(self, parameter: Parameter, layer: int, advance: Callable[[str], None]) -> Any:
-        return self._leaf(parameter, self._storage(parameter, self._read_layer(parameter, layer, advance)), ())
+    def _stacked(self, stored: list[StoredParameter]) -> dict[str, Any]:
+        stacks = {p.name: {n: _zeros(s) for n, s in self._layout.stack_shapes(p).items()} for p in stored}
+        for layer in range(self._layout.num_layers):
+            for p in stored:
+                stack = stacks[p.name]
+                for name, array in self._read_layer(p, layer).items():
+                    stack[name] = self._write_layer(stack[name], array, np.int32(layer))
+                jax.block_until_ready(stack)  # host buffers live until their copies are done
+        return {p.name: p.leaf(stacks[p.name]) for p in stored}
 
-    def _stack(self, parameter: Parameter, advance: Callable[[str], None]) -> Any:
-        first = self._storage(parameter, self._read_layer(parameter, 0, advance))
-        stack = aligned_empty((self._config.num_layers, *first.shape), first.dtype)
-        stack[0] = first
-        for layer in range(1, self._config.num_layers):
-            stack[layer] = self._storage(parameter, self._read_layer(parameter, layer, advance))
-        return self._leaf(parameter, stack, ("layers",))
+    def _read_layer(self, p: StoredParameter, layer: int) -> dict[str, jax.Array]:
+        return self._read(p, f"model.layers.{layer}.", self._layout.layer_shapes(p))
 
-    def _read_layer(self, parameter: Parameter, layer: int, advance: Callable[[str], None]) -> Array:
-        return self._read(parameter, tuple(f"model.layers.{layer}.{name}" for name in parameter.tensors), advance)
+    def _read(self, p: StoredParameter, prefix: str, shapes: ArrayShapes) -> dict[str, jax.Array]:
+        """A parameter's arrays, each of the given shape and sharding."""
+        encoded = [p.storage.encode(self._tensor(prefix + source.tensor)) for source in p.parameter.sources]
 
-    def _read(self, parameter: Parameter, names: tuple[str, ...], advance: Callable[[str], None]) -> Array:
-        dtype = self._dtype if parameter.kind == "matrix" else np.dtype(np.float32)
-        parts = []
-        for name in names:
-            parts.append(self._checkpoint.tensor(name).astype(dtype, copy=False))
-            advance(name)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        def part_of(name: str) -> Callable[[int], Array]:
+            return lambda chip: self._layout.part(p, name, [arrays[name] for arrays in encoded], chip)
 
-    def _is_packed(self, parameter: Parameter) -> bool:
-        return self._packed and parameter.kind == "matrix"
+        return {name: self._place(shape, part_of(name)) for name, shape in shapes.items()}
 
-    def _storage(self, parameter: Parameter, value: Array) -> Array:
-        return native.pack_weight(value) if self._is_packed(parameter) else value
+    def _tensor(self, name: str) -> Array:
+        tensor = self._checkpoint.tensor(name)
+        self._done += self._checkpoint.num_bytes(name)
+        self._progress("reading weights", self._done // MIB, self._checkpoint.total_bytes // MIB, f"MiB, {name}")
+        return tensor
 
-    def _leaf(self, parameter: Parameter, value: Array, leading: tuple[str, ...]) -> Any:
-        if parameter.kind == "vector":
-            return jax.device_put(value, sharding(self._mesh, (*leading, *parameter.axes)))
-        if not self._packed:
-            return DenseWeight(data=jax.device_put(value, sharding(self._mesh, (*leading, *parameter.axes))))
-        data = jax.device_put(value, sharding(self._mesh, ("layers", parameter.axes[0])))
-        return PackedWeight(data=data, layer=jnp.int32(0), out_features=self._out_features(parameter))
-
-    def _out_features(self, parameter: Parameter) -> int:
-        prefix = "model.layers.0." if parameter.per_layer else ""
-        return sum(self._checkpoint.shapes[prefix + name][0] for name in parameter.tensors)
+    def _place(self, shape: jax.ShapeDtypeStruct, part_of_chip: Callable[[int], Array]) -> jax.Array:
+        """An array over the mesh from what each chip holds of it."""
+        assert shape.sharding is not None
+        local = shape.sharding.shard_shape(shape.shape)
+        arrays = []
+        for chip, devices in self._layout.local_devices():
+            part = part_of_chip(chip).reshape(local)
+            arrays += [jax.device_put(part, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, arrays)
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array that starts at a multiple of ALIGNMENT."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    zeros: jax.Array = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
+    return zeros
+
+
+def _write_layer(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
+    updated: jax.Array = jax.lax.dynamic_update_index_in_dim(stack, array, layer, axis=0)
+    return updated

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from engine.config import GIB, EngineConfig
 CPU_SHARE_OF_FREE_RAM = 0.5
 CPU_DEFAULT_KV_BYTES = 2 * GIB
 """On CPU the memory belongs to others too: without device_memory_gib or num_blocks the KV cache stops here."""
-
 
 _UNLIMITED = 1 << 62
 
@@ -61,15 +58,19 @@ def plan_kv_cache(
     config: EngineConfig,
     *,
     weight_bytes: int,
+    other_bytes: int,
     bytes_per_block: int,
     model_max_len: int,
     max_rows: int,
     device_bytes: int,
+    kv_limit: int | None = None,
 ) -> KVPlan:
-    """Decides blocks and the longest sequence.
+    """Decides blocks and the longest sequence. All bytes are those of one device.
 
     Args:
+        other_bytes: token history and tables.
         device_bytes: free device memory before the weights are loaded.
+        kv_limit: most bytes of KV cache, unless the options say how much memory or how many blocks to use.
 
     Raises:
         BackendError: weights, blocks or one sequence of max_model_len don't fit, or the model has no such context.
@@ -77,15 +78,14 @@ def plan_kv_cache(
     check_context(config, model_max_len)
     wanted_len = config.max_model_len or model_max_len
     budget = int(device_bytes * config.hbm_utilization_factor)
-    history_bytes = 4 * (max_rows + 1) * (wanted_len + 1)
-    kv_bytes = budget - weight_bytes - history_bytes - bytes_per_block  # the last is the dump block
+    kv_bytes = budget - weight_bytes - other_bytes - bytes_per_block  # the last is the dump block
     if kv_bytes < bytes_per_block:
         raise BackendError(
             f"the weights take {weight_bytes / GIB:.2f} GiB of the budget of {budget / GIB:.2f} GiB, leaving no room "
             "for KV blocks; raise device_memory_gib or hbm_utilization_factor"
         )
     num_blocks = _num_blocks(
-        config, kv_bytes, bytes_per_block, most_useful=max_rows * -(-wanted_len // config.block_size)
+        config, kv_bytes, bytes_per_block, kv_limit, most_useful=max_rows * -(-wanted_len // config.block_size)
     )
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted_len:
@@ -97,7 +97,9 @@ def plan_kv_cache(
     return KVPlan(num_blocks=num_blocks, max_model_len=min(wanted_len, capacity))
 
 
-def _num_blocks(config: EngineConfig, kv_bytes: int, bytes_per_block: int, most_useful: int) -> int:
+def _num_blocks(
+    config: EngineConfig, kv_bytes: int, bytes_per_block: int, kv_limit: int | None, most_useful: int
+) -> int:
     fitting = kv_bytes // bytes_per_block
     if config.num_blocks is not None:
         if config.num_blocks > fitting:
@@ -106,19 +108,13 @@ def _num_blocks(config: EngineConfig, kv_bytes: int, bytes_per_block: int, most_
                 f"{kv_bytes / GIB:.2f} GiB ({fitting} blocks) are free; lower num_blocks or raise device_memory_gib"
             )
         return config.num_blocks
-    if config.device_memory_gib is None:
-        fitting = max(1, min(fitting, CPU_DEFAULT_KV_BYTES // bytes_per_block))
+    if config.device_memory_gib is None and kv_limit is not None:
+        fitting = max(1, min(fitting, kv_limit // bytes_per_block))
     return min(fitting, most_useful)
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """What tensors of these shapes take on the device: matrices in `dtype`, vectors in float32."""
-    item = 2 if dtype == "bfloat16" else 4
-    return sum(math.prod(shape) * (item if len(shape) > 1 else 4) for shape in shapes.values())
-
-
-def device_memory_bytes(config: EngineConfig) -> int:
-    """The memory to plan with: as the option says, else a share of the free RAM."""
+def cpu_memory_bytes(config: EngineConfig) -> int:
+    """The memory to plan with on CPU, over all simulated devices: as the option says, else a share of the free RAM."""
     if config.device_memory_gib is not None:
         return int(config.device_memory_gib * GIB)
     return int(free_ram_bytes() * CPU_SHARE_OF_FREE_RAM)

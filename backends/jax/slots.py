@@ -30,11 +30,6 @@ class SlotTables:
     stop_ids: jax.Array  # [S + 1, ids] int32, banned below min_len
 
 
-def new_history(num_slots: int, max_model_len: int) -> jax.Array:
-    """[S + 1, max_model_len + 1] int32; padding rows write to the last slot."""
-    return jnp.zeros((num_slots + 1, max_model_len + 1), jnp.int32)
-
-
 def new_slot_tables(num_slots: int, limits: Capabilities) -> SlotTables:
     rows = num_slots + 1
     return SlotTables(

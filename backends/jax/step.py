@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.jax.attention import AttentionInputs
-from backends.jax.logits import LOGPROB_COLUMNS, RowParams, logprobs, rewrite_logits
+from backends.jax.logits import RowParams
 from backends.jax.model import Decoder, Params
-from backends.jax.sampling import Sampler
+from backends.jax.selection import TokenSelector, Wanted, no_logprobs
 from backends.jax.slots import SlotTables
 from engine.batch import StepBatch
 
@@ -43,7 +43,7 @@ _ROW_FIELDS = (
 )
 _FLOAT_FIELDS = frozenset(_ROW_FIELDS[_ROW_FIELDS.index("temperature") :])
 _TOKEN_FIELDS = ("token_ids", "positions", "token_rows", "target_ids")
-_SCALAR_FIELDS = ("num_tokens", "num_rows", "any_rewrites", "any_logprobs", "any_prompt_logprobs")
+_SCALAR_FIELDS = ("num_tokens", "num_rows", "any_rewrites", "any_draws", "any_logprobs", "any_prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -83,6 +83,7 @@ class StepShape:
             ("num_tokens", tokens),
             ("num_rows", rows),
             ("any_rewrites", sampling.rewrites_logits.any()),
+            ("any_draws", (sampling.temperature > 0).any()),
             ("any_logprobs", (sampling.num_logprobs >= 0).any()),
             ("any_prompt_logprobs", batch.prompt_logprobs.any()),
         ):
@@ -122,10 +123,10 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgram:
-    """The function that is compiled for each StepShape."""
+    """The function that is compiled for each StepShape: what one chip does."""
 
     decoder: Decoder
-    sampler: Sampler
+    selector: TokenSelector
 
     def __call__(
         self, params: Params, state: DeviceState, tables: SlotTables, packed: jax.Array, shape: StepShape
@@ -146,36 +147,13 @@ class StepProgram:
         hidden, cache = self.decoder(params, state.cache, token_ids, inputs)
         last = jnp.maximum(inputs.query_starts[1:] - 1, 0)
         logits = self.decoder.logits(params, hidden[last], inputs.num_rows)
-        chosen, packed_logprobs = self._choose(logits, state.history, tables, rows, views, inputs.num_rows)
+        chosen, packed_logprobs = self.selector(
+            logits, state.history, tables, rows, _wanted(views), inputs.num_rows, self.decoder.collectives
+        )
         history = _remember(state.history, chosen, rows)
-        if shape.decode_only:
-            prompt = jnp.zeros((0, LOGPROB_COLUMNS), jnp.int32)
-        else:
-            prompt = self._prompt_logprobs(params, hidden, views)
+        prompt = no_logprobs(0) if shape.decode_only else self._prompt_logprobs(params, hidden, views)
         result = jnp.concatenate([jnp.where(rows.samples, chosen, -1)[:, None], packed_logprobs], axis=-1)
         return DeviceState(cache=cache, history=history), result, prompt
-
-    def _choose(
-        self,
-        logits: jax.Array,
-        history: jax.Array,
-        tables: SlotTables,
-        rows: RowParams,
-        views: dict[str, jax.Array],
-        num_rows: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        final = jax.lax.cond(
-            views["any_rewrites"][0] != 0,
-            lambda: rewrite_logits(logits, history, tables, rows),
-            lambda: logits,
-        )
-        chosen = self.sampler(final, rows, num_rows)
-        packed = jax.lax.cond(
-            views["any_logprobs"][0] != 0,
-            lambda: logprobs(logits, chosen),
-            lambda: jnp.zeros((logits.shape[0], LOGPROB_COLUMNS), jnp.int32),
-        )
-        return chosen, packed
 
     def _prompt_logprobs(self, params: Params, hidden: jax.Array, views: dict[str, jax.Array]) -> jax.Array:
         tokens = hidden.shape[0]
@@ -183,15 +161,23 @@ class StepProgram:
 
         def one_tile(part: tuple[jax.Array, jax.Array]) -> jax.Array:
             states, targets = part
-            return logprobs(self.decoder.logits(params, states, jnp.array([tile], jnp.int32)), targets)
+            logits = self.decoder.logits(params, states, jnp.array([tile], jnp.int32))
+            return self.selector.prompt_logprobs(logits, targets, self.decoder.collectives)
 
         def all_tiles() -> jax.Array:
             parts = (hidden.reshape(tokens // tile, tile, -1), views["target_ids"].reshape(tokens // tile, tile))
-            return jnp.reshape(jax.lax.map(one_tile, parts), (tokens, LOGPROB_COLUMNS))
+            return jnp.reshape(jax.lax.map(one_tile, parts), (tokens, -1))
 
-        nothing = jnp.zeros((tokens, LOGPROB_COLUMNS), jnp.int32)
-        packed: jax.Array = jax.lax.cond(views["any_prompt_logprobs"][0] != 0, all_tiles, lambda: nothing)
+        packed: jax.Array = jax.lax.cond(views["any_prompt_logprobs"][0] != 0, all_tiles, lambda: no_logprobs(tokens))
         return packed
+
+
+def _wanted(views: dict[str, jax.Array]) -> Wanted:
+    return Wanted(
+        rewrites=views["any_rewrites"][0] != 0,
+        draws=views["any_draws"][0] != 0,
+        logprobs=views["any_logprobs"][0] != 0,
+    )
 
 
 def _attention_inputs(views: dict[str, jax.Array], shape: StepShape) -> AttentionInputs:

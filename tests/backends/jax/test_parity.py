@@ -107,7 +107,7 @@ def prompt_logits(backend: JaxBackend, prompt: Sequence[int]) -> Any:
         num_tokens=jnp.array([count], jnp.int32),
         decode_only=False,
     )
-    decoder = backend._program.decoder
+    decoder = backend._deployment._program.decoder
     hidden, _ = decoder(backend._params, backend._state.cache, jnp.array(prompt, jnp.int32), inputs)
     return np.asarray(decoder.logits(backend._params, hidden, jnp.array([count], jnp.int32)))
 

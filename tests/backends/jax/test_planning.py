@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from backends.jax.buckets import MAX_PROGRAMS, Buckets
-from backends.jax.memory import plan_kv_cache, weight_bytes
+from backends.jax.memory import plan_kv_cache
 from engine.backend import BackendError
 from engine.config import GIB, EngineConfig
 
@@ -46,12 +45,19 @@ def test_options_that_ask_for_too_many_programs_are_refused() -> None:
 
 
 def plan(**options: Any) -> Any:
-    sizes = {"weight_bytes": 2 * GIB, "bytes_per_block": 1 << 20, "model_max_len": 4096, "device_bytes": 8 * GIB}
+    sizes = {
+        "weight_bytes": 2 * GIB,
+        "other_bytes": 1 << 20,
+        "bytes_per_block": 1 << 20,
+        "model_max_len": 4096,
+        "device_bytes": 8 * GIB,
+        "kv_limit": 2 * GIB,
+    }
     sizes.update({key: options.pop(key) for key in tuple(options) if key in sizes})
     return plan_kv_cache(EngineConfig.from_args(options), max_rows=64, **sizes)
 
 
-def test_without_options_the_kv_cache_stops_at_two_gib_on_cpu() -> None:
+def test_without_options_the_kv_cache_stops_at_its_limit() -> None:
     assert plan().num_blocks == 2048
 
 
@@ -76,9 +82,3 @@ def test_a_default_context_shrinks_to_what_fits() -> None:
 def test_what_does_not_fit_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BackendError, match=message):
         plan(**options)
-
-
-def test_weights_are_counted_in_their_type() -> None:
-    shapes = {"a": (10, 20), "b": (20,)}
-    assert weight_bytes(shapes, "bfloat16") == 2 * 200 + 4 * 20
-    assert weight_bytes(shapes, "float32") == int(np.prod((10, 20)) + 20) * 4

@@ -1,0 +1,231 @@
+"""Deployment: all that follows from options, model and mesh before any array exists.
+
+Kernels, shardings, shapes and step programs are the same whether the mesh's devices are here or not: JaxBackend
+allocates and runs what a Deployment describes, ahead-of-time compilation compiles it for a slice that isn't there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from backends.jax.attention import NativeAttention, PagedAttention, XlaAttention
+from backends.jax.buckets import Buckets
+from backends.jax.collectives import Collectives, MeshCollectives
+from backends.jax.kernels import Kernels
+from backends.jax.layout import ParameterLayout
+from backends.jax.memory import CPU_DEFAULT_KV_BYTES, KVPlan, plan_kv_cache
+from backends.jax.model import Decoder, Params
+from backends.jax.model_config import ModelConfig
+from backends.jax.operations import NativeOperations, Operations, XlaOperations
+from backends.jax.partition import TPU_LANES, Partition
+from backends.jax.sampling import sample_native, sample_xla
+from backends.jax.selection import TokenSelector
+from backends.jax.sharding import MODEL, bytes_per_device, sharded_shape
+from backends.jax.slots import SlotTables, new_slot_tables
+from backends.jax.step import DeviceState, StepProgram, StepShape
+from backends.jax.storage import DenseStorage, PackedStorage, Storage
+from engine.backend import Capabilities
+from engine.config import EngineConfig
+
+CPU_CHUNK_TOKENS = 256
+"""Default step budget: a longer chunk is no cheaper per token on CPU, and makes running requests wait longer."""
+TPU_CHUNK_TOKENS = 2048
+"""Default step budget: several times the tokens at which reading the weights takes as long as multiplying by them."""
+
+Step = Callable[[Params, DeviceState, SlotTables, jax.Array], tuple[DeviceState, jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One engine's share of a slice.
+
+    Args:
+        mesh: devices of this process, of several, or of a topology description.
+        context: longest sequence in tokens; None: what options and model say. What a plan found to fit comes back here.
+        stacked: whether layers are stacked and looped over on the device; None: where that is fast.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    mesh: Mesh
+    kernels: Kernels = field(kw_only=True)
+    context: int | None = field(kw_only=True, default=None)
+    stacked: bool | None = field(kw_only=True, default=None)
+    capabilities: Capabilities = field(kw_only=True, default_factory=Capabilities)
+
+    @property
+    def platform(self) -> str:
+        """ "cpu" or "tpu"."""
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
+    def chips(self) -> int:
+        """Chips (JAX devices) that share each layer."""
+        return int(self.mesh.shape[MODEL])
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.config.dtype == "auto" else self.config.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.context or self.config.max_model_len or self.model.max_position
+
+    @property
+    def max_step_tokens(self) -> int:
+        chunk = CPU_CHUNK_TOKENS if self.platform == "cpu" else TPU_CHUNK_TOKENS
+        whole_prompt = chunk if self.config.enable_chunked_prefill else self.max_model_len
+        return self.config.max_num_batched_tokens or max(whole_prompt, self.config.max_decode_seqs)
+
+    @cached_property
+    def partition(self) -> Partition:
+        lanes = 1 if self.platform == "cpu" else TPU_LANES
+        return Partition(model=self.model, chips=self.chips, lanes=lanes)
+
+    @cached_property
+    def attention(self) -> PagedAttention:
+        """Attention of one chip's heads."""
+        heads = self.partition.heads
+        return _ATTENTION[self.kernels](
+            num_layers=self.model.num_layers,
+            num_heads=heads.heads_per_chip,
+            num_kv_heads=heads.kv_heads_per_chip,
+            head_dim=self.model.head_dim,
+            block_size=self.config.block_size,
+            window=self.model.sliding_window,
+            dtype=self.dtype,
+        )
+
+    @cached_property
+    def layout(self) -> ParameterLayout:
+        stacked = self.stacked if self.stacked is not None else self.platform != "cpu" or self.kernels == "native"
+        return ParameterLayout(partition=self.partition, mesh=self.mesh, storage=self._storage, stacked=stacked)
+
+    @property
+    def _storage(self) -> Storage:
+        dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float32)
+        return PackedStorage(dtype=dtype) if self.kernels == "native" else DenseStorage(dtype=dtype)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        return Buckets(
+            self.config,
+            max_tokens=self.max_step_tokens,
+            max_rows=self.config.max_decode_seqs,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            pads_tables=self.attention.pads_tables,
+        )
+
+    @property
+    def step_shapes(self) -> list[StepShape]:
+        """What warm-up compiles and runs."""
+        return self.buckets.shapes
+
+    def parameter_shapes(self) -> Params:
+        return self.layout.shapes()
+
+    def state_shapes(self, num_blocks: int) -> DeviceState:
+        cache = self.attention.cache_shape(num_blocks)
+        history = (self.config.max_decode_seqs + 1, self.max_model_len + 1)  # padding rows write to the last slot
+        return DeviceState(
+            cache=sharded_shape(self.mesh, cache.shape, ("chips",), cache.dtype),  # type: ignore[arg-type]
+            history=sharded_shape(self.mesh, history, (), np.int32),  # type: ignore[arg-type]
+        )
+
+    def table_shapes(self) -> SlotTables:
+        tables = jax.eval_shape(lambda: new_slot_tables(self.config.max_decode_seqs, self.capabilities))
+        shapes: SlotTables = jax.tree.map(lambda x: sharded_shape(self.mesh, x.shape, (), x.dtype), tables)
+        return shapes
+
+    @cached_property
+    def weight_bytes_per_device(self) -> int:
+        return bytes_per_device(self.parameter_shapes())
+
+    @property
+    def kv_bytes_per_block_per_device(self) -> int:
+        return self.attention.bytes_per_block
+
+    @property
+    def other_bytes_per_device(self) -> int:
+        """Token history and slot tables."""
+        return bytes_per_device((self.state_shapes(0).history, self.table_shapes()))
+
+    def plan(self, device_bytes: int) -> KVPlan:
+        """How many blocks and how long a sequence fit into a device's memory.
+
+        Raises:
+            BackendError: what the options ask for does not fit.
+        """
+        return plan_kv_cache(
+            self.config,
+            weight_bytes=self.weight_bytes_per_device,
+            other_bytes=self.other_bytes_per_device,
+            bytes_per_block=self.kv_bytes_per_block_per_device,
+            model_max_len=self.model.max_position,
+            max_rows=self.config.max_decode_seqs,
+            device_bytes=device_bytes,
+            kv_limit=CPU_DEFAULT_KV_BYTES // self.chips if self.platform == "cpu" else None,
+        )
+
+    def within(self, plan: KVPlan) -> Deployment:
+        """The same with the context that the plan found to fit."""
+        return replace(self, context=plan.max_model_len)
+
+    def step(self, shape: StepShape) -> Step:
+        """The step program over the whole mesh, not compiled yet."""
+        program = partial(self._program, shape=shape)
+        if self.chips == 1:
+            return program
+        specs = jax.tree.map(
+            lambda x: x.sharding.spec, (self.parameter_shapes(), self.state_shapes(0), self.table_shapes())
+        )
+        everywhere = PartitionSpec()
+        # What is replicated in the end (tokens, history) is so by construction, which the checker can't follow.
+        return jax.shard_map(
+            program,
+            mesh=self.mesh,
+            in_specs=(*specs, everywhere),
+            out_specs=(specs[1], everywhere, everywhere),
+            check_vma=False,
+        )
+
+    def lower(self, shape: StepShape, params: Params, state: DeviceState, tables: SlotTables) -> jax.stages.Lowered:
+        """Lowers the step for arrays, or shapes of arrays, with the deployment's shardings. The state is donated."""
+        packed = sharded_shape(self.mesh, (shape.packed_size,), (), np.int32)
+        return jax.jit(self.step(shape), donate_argnums=1).lower(params, state, tables, packed)
+
+    @cached_property
+    def _program(self) -> StepProgram:
+        decoder = Decoder(
+            config=self.model, attention=self.attention, operations=self._operations, collectives=self._collectives
+        )
+        sampler = sample_native if self.kernels == "native" else sample_xla
+        return StepProgram(decoder=decoder, selector=TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size))
+
+    @property
+    def _operations(self) -> Operations:
+        if self.kernels == "native":
+            return NativeOperations()
+        return XlaOperations(dtype=jnp.float32 if self.platform == "cpu" else jnp.dtype(self.dtype))
+
+    @property
+    def _collectives(self) -> Collectives:
+        kind = Collectives if self.chips == 1 else MeshCollectives
+        return kind(vocab_per_chip=self.partition.vocab_per_chip, chips=self.chips)
+
+
+_ATTENTION: dict[Kernels, type[PagedAttention]] = {
+    "native": NativeAttention,
+    "xla": XlaAttention,
+    "pallas": XlaAttention,
+    "library": XlaAttention,
+}

@@ -1,0 +1,51 @@
+"""Which implementations of attention, matrix products and sampling a deployment runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from backends.jax import native
+from backends.jax.attention import NativeAttention
+from backends.jax.compilation import cache_dir, default_cache_dir
+from backends.jax.model_config import ModelConfig
+from backends.jax.native.build import BuildError
+from engine.backend import BackendError
+from engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+Kernels = Literal["native", "xla", "pallas", "library"]
+"""native: C++ on CPU; xla: plain XLA anywhere; pallas: our TPU kernels; library: the JAX library's TPU attention."""
+
+
+def choose_kernels(config: EngineConfig, model: ModelConfig, platform: str) -> Kernels:
+    """The kernels that the options ask for, else the fastest that work here. Compiles the native ones if need be.
+
+    Raises:
+        BackendError: the options ask for what is not possible; one line.
+    """
+    if platform != "cpu":
+        return "xla" if config.attention == "xla" else "pallas"
+    if config.attention == "xla":
+        return "xla"
+    problem = _native_problem(config, model)
+    if problem is None:
+        return "native"
+    if config.attention == "native":
+        raise BackendError(f"attention=native is not possible: {problem}")
+    logger.warning("native CPU kernels are off, plain XLA is slower: %s", problem)
+    return "xla"
+
+
+def _native_problem(config: EngineConfig, model: ModelConfig) -> str | None:
+    """Why the native kernels can't be used; None if they are loaded."""
+    if not NativeAttention.supports(model.head_dim, config.block_size):
+        return f"they don't support head_dim={model.head_dim} with block_size={config.block_size}"
+    if model.hidden_size % 2:
+        return "they want an even hidden size"
+    try:
+        native.load_kernels(cache_dir(config) or default_cache_dir())
+    except (BuildError, OSError) as error:
+        return str(error)
+    return None
