@@ -16,6 +16,7 @@ from backends import check_model
 from cluster.app import build_app
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig, Environment
+from engine.text.files import check_text_files
 
 logger = logging.getLogger("ray.serve")  # `serve run` shows it
 
@@ -33,6 +34,7 @@ def app(args: dict[str, Any]) -> serve.Application:
             logger.warning("%s", note)
         if not ray.is_initialized():  # `serve run`, and not a node of the cluster that may not hold the model
             check_model(config)
+            check_text_files(config)
         return build_app(config, log_level=Environment.read().log_level)
     except (ConfigError, BackendError) as error:
         raise click.ClickException(str(error)) from None

@@ -11,7 +11,8 @@ from typing import TextIO
 from backends import check_model
 from cluster.ray_environment import port_problem, set_environment
 from engine.backend import BackendError
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
+from engine.text.files import check_text_files
 
 
 def run(
@@ -42,7 +43,8 @@ def run(
     print(f"starting {config.model_name} …", file=output, flush=True)
     try:
         check_model(config)
-    except BackendError as error:
+        check_text_files(config)
+    except (BackendError, ConfigError) as error:
         print(f"error: {error}", file=output)
         return 1
     print("starting Ray …", file=output, flush=True)

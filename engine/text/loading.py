@@ -13,13 +13,12 @@ from typing import Any
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
 from engine.errors import first_line
-from engine.gguf_header import read_gguf_header
-from engine.model_files import ModelFiles, locate_model
+from engine.model_files import ModelFiles
+from engine.text.files import locate_tokenizer, read_template, require_tokens
 from engine.text.gguf_tokenizer import gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CACHE = Path("~/.cache/sliceserve/tokenizers")
 _CACHE_VERSION = "2"
 
@@ -31,20 +30,13 @@ def load_hf_tokenizer(config: EngineConfig) -> Any:
         BackendError: no tokenizer there, or it can't be read.
         ConfigError: the file of option chat_template can't be used.
     """
-    files = _locate(config.tokenizer or config.model)
+    files = locate_tokenizer(config.tokenizer or config.model)
     hf = _from_gguf(files, config) if files.kind == "gguf" else _from_folder(files.path, files.source, config)
     if config.tokenizer_mode == "slow" and hf.is_fast:
         logger.warning("tokenizer_mode=slow: transformers 5 has this tokenizer as a fast one only; that one is used")
     if config.chat_template is not None:
-        hf.chat_template = _read_template(Path(config.chat_template).expanduser(), hf)
+        hf.chat_template = _checked_template(config.chat_template, hf)
     return hf
-
-
-def _locate(name: str) -> ModelFiles:
-    folder = Path(name).expanduser()
-    if any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        return ModelFiles(path=folder, kind="hf", source=name)
-    return locate_model(name, weights=False)
 
 
 def _from_folder(folder: Path, source: str, config: EngineConfig) -> Any:
@@ -64,8 +56,7 @@ def _from_folder(folder: Path, source: str, config: EngineConfig) -> Any:
 
 def _from_gguf(files: ModelFiles, config: EngineConfig) -> Any:
     """Converting takes some six seconds for 50,000 tokens, reading the result a third of one."""
-    if "tokenizer.ggml.tokens" not in read_gguf_header(files.path).metadata:
-        raise BackendError(f"{files.path} holds no tokenizer; name one with tokenizer=FOLDER_OR_HUB_ID")
+    require_tokens(files.path)
     cached = _CACHE.expanduser() / _identity(files.path)
     if cached.is_dir():
         try:
@@ -100,18 +91,14 @@ def _store(hf: Any, folder: Path) -> None:
         logger.info("the converted tokenizer is not cached: %s", error)
 
 
-def _read_template(path: Path, hf: Any) -> str:
+def _checked_template(name: str, hf: Any) -> str:
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-    try:
-        template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"chat_template={path} can't be read: {reason}; give a Jinja file") from None
+    template = read_template(name)
     try:
         hf.apply_chat_template([{"role": "user", "content": "Hi"}], chat_template=template, tokenize=False)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"chat_template={path}, line {error.lineno}: {error.message}") from None
+        raise ConfigError(f"chat_template={name}, line {error.lineno}: {error.message}") from None
     except (TemplateError, TypeError, ValueError):
         pass  # it compiles, and may want other messages than this
     return template

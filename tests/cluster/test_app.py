@@ -14,7 +14,8 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 import serve_app
 from backends import check_model
 from engine.backend import BackendError
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
+from engine.text.files import check_text_files
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.yaml"
 
@@ -54,6 +55,39 @@ def test_a_model_that_cannot_be_served_is_one_line_before_anything_starts(option
     with pytest.raises(BackendError, match=words) as caught:
         check_model(EngineConfig.from_args(options))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chat_template": "/no/such/template.jinja"}, "chat_template=/no/such/template.jinja can't be read"),
+        ({"chat_template": "{here}"}, "can't be read: Is a directory"),
+        ({"tokenizer": "/no/such/folder"}, "tokenizer=/no/such/folder: nothing is there"),
+        ({"tokenizer": "{here}"}, "holds no tokenizer"),
+        ({"tokenizer": "{model}"}, "holds no tokenizer"),
+        ({"model": "{model}", "backend": "mock"}, "holds no tokenizer"),
+    ],
+)
+def test_a_missing_tokenizer_or_chat_template_is_one_line_before_anything_starts(
+    options: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    paths = {"here": tmp_path / "empty", "model": tmp_path / "model"}
+    with pytest.raises((BackendError, ConfigError), match=words) as caught:
+        check_text_files(
+            EngineConfig.from_args({"backend": "mock", **{k: v.format(**paths) for k, v in options.items()}})
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_there_passes_the_check(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for options in ({}, {"chat_template": str(template)}, {"tokenizer": str(tmp_path)}, {"tokenizer": "owner/name"}):
+        check_text_files(EngineConfig.from_args({"backend": "mock", **options}))
 
 
 def test_the_example_for_serve_deploy_is_valid_and_has_no_unknown_keys() -> None:

@@ -69,6 +69,14 @@ def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path
             assert process.stderr.read().strip() == "stopping …"
 
 
+def test_a_chat_template_that_is_not_there_is_one_line_before_ray_starts() -> None:
+    flags = ("--backend=mock", "--chat_template=/no/such.jinja", f"--port={free_port()}")
+    with sliceserve_serve(*flags) as (process, said):
+        assert process.wait(STOP_TIMEOUT_S) == 1
+    assert said[-1].startswith("error: chat_template=/no/such.jinja can't be read")
+    assert not any("Ray" in line for line in said)
+
+
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     with sliceserve_serve("--model=/no/such/model", f"--port={free_port()}") as (process, said):
         assert process.wait(STOP_TIMEOUT_S) == 1
