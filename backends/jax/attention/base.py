@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,10 @@ class LayerArrays:
     k_scale: jax.Array | None = None  # [kv_heads] float32: a stored key times it is the key
     v_scale: jax.Array | None = None  # [kv_heads] float32
 
+    @property
+    def is_empty(self) -> bool:
+        return all(getattr(self, each.name) is None for each in fields(self))
+
 
 NOTHING_MORE = LayerArrays()
 
@@ -75,7 +79,7 @@ class PagedAttention(ABC):
     def bytes_per_block(self) -> int:
         """What a block takes on the device, all layers together, with what the layout pads."""
         cache = self.cache_shape(0)  # the dump block
-        return math.prod(cache.shape) * cache.dtype.itemsize
+        return math.prod(cache.shape) * int(cache.dtype.itemsize)
 
     def problem(self) -> str | None:
         """Why this implementation can't be used for these shapes, in one line; None when it can."""

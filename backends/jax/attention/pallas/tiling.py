@@ -2,8 +2,8 @@
 
 Sizes are not measured (they were chosen without a TPU) but derived, so that every shape has them:
 
-- A *KV block* is what one pass multiplies with: as many tokens as fit BLOCK_BYTES, a power of two between 128 (a
-  matrix unit's side) and 512 (beyond, scores of 512 query rows leave the registers' reach of VMEM for nothing).
+- A *KV block* is what one step waits for: as many tokens as fit BLOCK_BYTES, a power of two between 128 (a matrix
+  unit's side) and 512. Tiles of prompts take it in parts, so that one head's scores stay within SCORES.
 - The ring of KV blocks is as deep as RING_BYTES allow, 2 to 8: HBM needs about a megabyte in flight to run at full
   speed, and short contexts with one kv head a chip fill only small blocks.
 - A *unit* is what one DMA moves: a page, or the KV block where pages are larger (2048, 8192).
@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from backends.jax.attention.base import AttentionInputs
-from backends.jax.attention.words import LANES, WORD_ROW_BYTES, WordLayout
+from backends.jax.attention.pallas.words import LANES, WORD_ROW_BYTES, WordLayout
 
 BLOCK_BYTES = 1 << 20
 RING_BYTES = 4 << 20
 STATE_BYTES = 5 << 20
 MAX_BLOCK = 512  # tokens
+SCORES = 1 << 17  # float32: 512 KiB
 MAX_QUERY_ROWS = 512
 MAX_QUERY_TILE = 128  # tokens
 
@@ -36,7 +37,8 @@ MAX_QUERY_TILE = 128  # tokens
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes:
     unit: int  # tokens that one DMA moves
-    block: int  # tokens of one pass
+    block: int  # tokens of a KV block
+    part: int  # tokens that a tile of a prompt takes of it at one time
     slots: int  # blocks in the ring while decoding
     query_tile: int  # tokens
 
@@ -57,11 +59,13 @@ def block_sizes(layout: WordLayout, group: int, block_size: int) -> BlockSizes:
     # Maximum, sum and accumulator of a query row, and its queries and outputs in two buffers each.
     row_bytes = LANES * 4 * (2 + layout.chunks) + 4 * LANES * layout.chunks * compute_bytes
     most = min(STATE_BYTES // (heads * row_bytes), MAX_QUERY_ROWS // group)
+    query_tile = _power_of_two(most, 8, MAX_QUERY_TILE)
     return BlockSizes(
         unit=min(block_size, block),
         block=block,
+        part=_power_of_two(SCORES // (query_tile * group), 128, block),
         slots=max(2, min(8, RING_BYTES // (block * token_bytes))),
-        query_tile=_power_of_two(most, 8, MAX_QUERY_TILE),
+        query_tile=query_tile,
     )
 
 

@@ -1,8 +1,8 @@
-"""Attention on TPU by our own Pallas kernel (kernel.py): what surrounds its call."""
+"""PallasAttention: what surrounds the kernel's call. Rotation and the layout of queries and new keys stay with XLA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,17 +18,10 @@ from backends.jax.attention.base import (
     PagedAttention,
     quantized,
 )
-from backends.jax.attention.kernel import (
-    MIXED_SLOTS,
-    TABLE_SLOTS,
-    Arrays,
-    KernelSpec,
-    Phase,
-    Scalars,
-    Scratch,
-)
-from backends.jax.attention.tiling import BlockSizes, QueryTiles, block_sizes
-from backends.jax.attention.words import LANES, WORD_ROW_BYTES, WordLayout
+from backends.jax.attention.pallas.refs import KernelSpec, Scalars, scratch_shapes
+from backends.jax.attention.pallas.tiling import BlockSizes, QueryTiles, block_sizes
+from backends.jax.attention.pallas.walk import Kernel
+from backends.jax.attention.pallas.words import LANES, WORD_ROW_BYTES, WordLayout
 from backends.jax.rope import Rotary
 
 VMEM_LIMIT_BYTES = 15 << 20
@@ -132,15 +125,15 @@ class PallasAttention(PagedAttention):
 
     def _call(self, spec: KernelSpec, scalars: Scalars, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         queries, _, tables, cache = arrays
-        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        anywhere, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
         out, cache = pl.pallas_call(
-            Program(spec),
+            Kernel(spec),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(),
-                in_specs=[anywhere] * 4,
-                out_specs=[anywhere] * 2,
-                scratch_shapes=_scratch(spec, tables.shape[1]),
+                in_specs=[anywhere, anywhere, hbm, hbm],
+                out_specs=[anywhere, hbm],
+                scratch_shapes=scratch_shapes(spec, tables.shape[1]),
             ),
             out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (queries, cache)],
             input_output_aliases={len(scalars): 0, len(scalars) + 3: 1},
@@ -167,57 +160,7 @@ class PallasAttention(PagedAttention):
         )
 
 
-@dataclass(frozen=True)
-class Program:
-    """The body of the kernel."""
-
-    spec: KernelSpec
-
-    def __call__(self, *refs: Any) -> None:
-        scalars, rest = Scalars(*refs[: len(Scalars._fields)]), refs[len(Scalars._fields) :]
-        queries, new, tables, _, out, cache = rest[:6]
-        arrays = Arrays(queries=queries, new=new, tables=tables, out=out, cache=cache)
-        num_decode, num_tiles = scalars.counts[0], scalars.counts[1]
-        decode = Phase(
-            spec=self.spec,
-            scalars=scalars,
-            arrays=arrays,
-            scratch=Scratch(*rest[6:]),
-            decoding=True,
-            first=0,
-            end=num_decode,
-            slots=self.spec.sizes.slots,
-            query_tile=1,
-        )
-        decode.run()
-        if not self.spec.decode_only:
-            tile = self.spec.sizes.query_tile
-            replace(decode, decoding=False, end=num_tiles, slots=MIXED_SLOTS, query_tile=tile).run()
-
-
 def _in_lanes(tables: jax.Array) -> jax.Array:
     """[R, B] -> [R, C, 1, 128]: rows whose parts a DMA can move."""
     rows, width = tables.shape
     return jnp.pad(tables, ((0, 0), (0, -width % LANES))).reshape(rows, -1, 1, LANES)
-
-
-def _scratch(spec: KernelSpec, table_parts: int) -> Scratch:
-    layout, sizes = spec.layout, spec.sizes
-    tile = 1 if spec.decode_only else sizes.query_tile
-    rows = (spec.group // spec.query_packing, spec.query_packing, LANES)
-    state = tile * spec.group
-    dma = pltpu.SemaphoreType.DMA
-    return Scratch(
-        table=pltpu.SMEM((TABLE_SLOTS, table_parts, 1, LANES), jnp.int32),
-        blocks=pltpu.VMEM((sizes.slots, sizes.block, layout.word_rows, 1, LANES), jnp.uint32),
-        queries=pltpu.VMEM((sizes.slots, spec.query_heads, tile, *rows), spec.compute_dtype),
-        out=pltpu.VMEM((2, spec.query_heads, tile, *rows), spec.compute_dtype),
-        maximum=pltpu.VMEM((layout.num_kv_heads, state, LANES), jnp.float32),
-        total=pltpu.VMEM((layout.num_kv_heads, state, LANES), jnp.float32),
-        weighted=pltpu.VMEM((spec.query_heads, state, LANES), jnp.float32),
-        table_sems=dma((TABLE_SLOTS,)),
-        write_sems=dma((2,)),
-        block_sems=dma((sizes.slots,)),
-        query_sems=dma((sizes.slots,)),
-        out_sems=dma((2,)),
-    )
