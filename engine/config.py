@@ -68,6 +68,12 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "Type of weights, KV cache and activations. `auto` is bfloat16.", group=MODEL
     )
+    quantization: Literal["int8"] | None = option(
+        None,
+        "`int8` rounds the weights while they load, with a scale per output channel: half the memory of bfloat16. "
+        "Default: weights as `dtype` says.",
+        group=MODEL,
+    )
     max_model_len: int | None = option(
         None,
         "Longest sequence in tokens, prompt and output together. Default: the model's own limit.",
@@ -157,7 +163,9 @@ class EngineConfig(BaseModel):
     attention: Literal["auto", "native", "xla"] = option(
         "auto", "Attention and matrix kernels on CPU: compiled C++ (`native`) or plain XLA.", group=PARALLEL
     )
-    tensor_parallel_size: int = option(1, "Devices that share each layer.", group=PARALLEL, ge=1)
+    tensor_parallel_size: int = option(
+        1, "Devices that share each layer. On CPU, simulated ones.", group=PARALLEL, ge=1, le=1024
+    )
     data_parallel_size: int = option(1, "Engine replicas behind the router.", group=PARALLEL, ge=1)
     num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
     disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
@@ -204,7 +212,6 @@ class EngineConfig(BaseModel):
         unavailable = {
             "num_hosts": self.num_hosts != 1,
             "data_parallel_size": self.data_parallel_size != 1,
-            "tensor_parallel_size": self.tensor_parallel_size != 1,
             "disagg_topo": self.disagg_topo is not None,
             "enable_lora": self.enable_lora,
             "max_lora_rank": self.max_lora_rank != 16,
@@ -215,6 +222,12 @@ class EngineConfig(BaseModel):
         for name, asked in unavailable.items():
             if asked:
                 raise ValueError(f"{name}={getattr(self, name)} is not available yet; leave {name} out")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_excludes_each_other(self) -> Self:
+        if self.tensor_parallel_size > 1 and not self.enable_jit:
+            raise ValueError("enable_jit=false works with tensor_parallel_size=1 only; leave one of them out")
         return self
 
     def notes(self) -> tuple[str, ...]:

@@ -78,8 +78,9 @@ class JaxBackend(Backend):
     def _describe(self, plan: KVPlan) -> BackendInfo:
         config, deployment = self._config, self._deployment
         kernels = _KERNEL_NAMES[deployment.kernels]
+        weights = f", {config.quantization} weights" if config.quantization else ""
         return BackendInfo(
-            device=f"{deployment.platform} x{deployment.chips} ({deployment.dtype}, {kernels})",
+            device=f"{deployment.platform} x{deployment.chips} ({deployment.dtype}{weights}, {kernels})",
             vocab_size=deployment.model.vocab_size,
             eos_token_ids=deployment.model.eos_token_ids,
             max_model_len=deployment.max_model_len,

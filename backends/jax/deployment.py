@@ -31,7 +31,7 @@ from backends.jax.selection import TokenSelector
 from backends.jax.sharding import MODEL, bytes_per_device, sharded_shape
 from backends.jax.slots import SlotTables, new_slot_tables
 from backends.jax.step import DeviceState, StepProgram, StepShape
-from backends.jax.storage import DenseStorage, PackedStorage, Storage
+from backends.jax.storage import DenseStorage, Int8Storage, PackedInt8Storage, PackedStorage, Storage
 from engine.backend import Capabilities
 from engine.config import EngineConfig
 
@@ -112,6 +112,8 @@ class Deployment:
     @property
     def _storage(self) -> Storage:
         dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float32)
+        if self.config.quantization == "int8":
+            return PackedInt8Storage(dtype=dtype) if self.kernels == "native" else Int8Storage(dtype=dtype)
         return PackedStorage(dtype=dtype) if self.kernels == "native" else DenseStorage(dtype=dtype)
 
     @cached_property

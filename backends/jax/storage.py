@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.jax import native
-from backends.jax.weights import DenseWeight, PackedWeight
+from backends.jax.quantize import quantize_rows
+from backends.jax.weights import DenseWeight, PackedInt8Weight, PackedWeight, QuantizedWeight
 
 Array = NDArray[Any]
 
@@ -31,6 +32,8 @@ class StoredArray:
 
 
 _MATRIX = {"data": (0, 1)}
+_QUANTIZED = {"data": (0, 1), "scale": (0,)}
+_FLOAT32, _INT8 = np.dtype(np.float32), np.dtype(np.int8)
 
 
 class Storage(ABC):
@@ -69,7 +72,7 @@ class VectorStorage(Storage):
         return {"data": tensor.astype(np.float32, copy=False)}
 
     def stored(self, shape: tuple[int, ...]) -> Mapping[str, StoredArray]:
-        return {"data": StoredArray(shape=shape, dtype=np.dtype(np.float32), dims=(0,))}
+        return {"data": StoredArray(shape=shape, dtype=_FLOAT32, dims=(0,))}
 
     def leaf(self, arrays: Mapping[str, Any], out_features: int) -> Any:  # noqa: ARG002
         return arrays["data"]
@@ -113,3 +116,51 @@ class PackedStorage(Storage):
 
     def leaf(self, arrays: Mapping[str, Any], out_features: int) -> PackedWeight:
         return PackedWeight(data=arrays["data"], out_features=out_features)
+
+
+class QuantizingStorage(Storage):
+    """int8 and a scale per output, quantized from whole channels, so that chips hold parts of what one would hold."""
+
+    encoded_dims: ClassVar[Mapping[str, tuple[int, ...]]] = _QUANTIZED
+
+    def encode(self, tensor: Array) -> Mapping[str, Array]:
+        data, scale = quantize_rows(tensor)
+        return {"data": data, "scale": scale}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Storage(QuantizingStorage):
+    """int8 matrices as they are, for XLA and the TPU; multiplied in `dtype`."""
+
+    dtype: np.dtype[Any]
+
+    def stored(self, shape: tuple[int, ...]) -> Mapping[str, StoredArray]:
+        return {
+            "data": StoredArray(shape=shape, dtype=_INT8, dims=(0, 1)),
+            "scale": StoredArray(shape=shape[:1], dtype=_FLOAT32, dims=(0,)),
+        }
+
+    def leaf(self, arrays: Mapping[str, Any], out_features: int) -> QuantizedWeight:  # noqa: ARG002
+        return QuantizedWeight(data=arrays["data"], scale=arrays["scale"], dtype=self.dtype.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedInt8Storage(QuantizingStorage):
+    """int8 matrices in the order of the native CPU kernels; float32 activations are multiplied exactly."""
+
+    dtype: np.dtype[Any]
+    always_stacked: ClassVar[bool] = True
+
+    def stored(self, shape: tuple[int, ...]) -> Mapping[str, StoredArray]:
+        packed = native.packed_shape(shape[0], shape[1], _INT8.itemsize)
+        return {
+            "data": StoredArray(shape=packed, dtype=_INT8, dims=(0, 1, None, None)),
+            "scale": StoredArray(shape=(packed[0], native.BLOCK), dtype=_FLOAT32, dims=(0, None)),
+        }
+
+    def order(self, name: str, part: Array) -> Array:
+        return native.pack_weight(part) if name == "data" else native.pack_scales(part)
+
+    def leaf(self, arrays: Mapping[str, Any], out_features: int) -> PackedInt8Weight:
+        exact = self.dtype == _FLOAT32
+        return PackedInt8Weight(data=arrays["data"], scale=arrays["scale"], out_features=out_features, exact=exact)
