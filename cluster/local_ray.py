@@ -17,6 +17,7 @@ import ray
 from ray import serve
 
 from cluster import ray_compat
+from cluster.ray_environment import DASHBOARD_HOST
 from engine.errors import first_line
 
 DRAIN_TIMEOUT_S = 5.0
@@ -41,6 +42,7 @@ class LocalRay:
             ray_compat.init_private(
                 str(folder),
                 include_dashboard=dashboard_port is not None,
+                dashboard_host=DASHBOARD_HOST,
                 dashboard_port=dashboard_port,
                 num_cpus=max(2, os.cpu_count() or 1),
                 namespace="serve",

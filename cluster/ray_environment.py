@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 SERVE_FLAGS: Mapping[str, str] = {
@@ -40,6 +41,8 @@ HAPROXY_PATH_FLAGS: Mapping[str, str] = {
 }
 """Files that all HAProxies of a machine share unless set."""
 
+DASHBOARD_HOST = "127.0.0.1"
+
 INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "RAY_NAMESPACE", "RAY_TMPDIR")
 """What points to another Ray and must not lead ours astray."""
 
@@ -59,7 +62,23 @@ def set_environment(folder: Path, *, haproxy: bool) -> None:
         os.environ.pop(HAPROXY_FLAG, None)
 
 
-def port_problem(host: str, port: int) -> str | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dashboard:
+    """Where Ray's dashboard is to listen, and the file with the token that it asks people for."""
+
+    port: int
+    token_file: Path
+
+    @classmethod
+    def at(cls, port: int, folder: Path) -> Dashboard:
+        """Writes the token of the environment, for this user only."""
+        file = folder / "token"
+        file.touch(mode=0o600)
+        file.write_text(os.environ["RAY_AUTH_TOKEN"] + "\n", encoding="utf-8")
+        return cls(port=port, token_file=file)
+
+
+def port_problem(host: str, port: int, *, flag: str = "port") -> str | None:
     """Why a server can't listen there, in one line; None when it can."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -68,7 +87,7 @@ def port_problem(host: str, port: int) -> str | None:
             probe.bind((host, port))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        return f"can't listen on {host} port {port}: {reason}; choose another with --port"
+        return f"can't listen on {host} port {port}: {reason}; choose another with --{flag}"
     return None
 
 

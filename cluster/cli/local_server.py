@@ -19,6 +19,7 @@ from cluster.app import APPLICATION
 from cluster.cli.progress_bars import ProgressDisplay
 from cluster.local_ray import LocalRay, LocalRayError
 from cluster.progress import read_progress
+from cluster.ray_environment import DASHBOARD_HOST, Dashboard
 from engine.errors import first_line
 
 POLL_INTERVAL_S = 0.2
@@ -38,7 +39,7 @@ class ServerError(RuntimeError):
 
 
 def serve_until_stopped(
-    app: serve.Application, *, host: str, port: int, dashboard_port: int | None, folder: Path, output: TextIO
+    app: serve.Application, *, host: str, port: int, dashboard: Dashboard | None, folder: Path, output: TextIO
 ) -> int:
     """The server's whole life. Returns the exit code."""
     stop = threading.Event()
@@ -46,11 +47,14 @@ def serve_until_stopped(
     ray: LocalRay | None = None
     ready = False
     try:
-        ray = LocalRay(folder, dashboard_port=dashboard_port)
+        ray = LocalRay(folder, dashboard_port=None if dashboard is None else dashboard.port)
         _stop_on_signals(stop)  # Ray has put handlers of its own
         _start_application(app, host, port, stop, output)
         ready = not stop.is_set()
         if ready:
+            if dashboard is not None:
+                where = _url(DASHBOARD_HOST, dashboard.port)
+                print(f"Ray's dashboard is at {where}; it asks for the token in {dashboard.token_file}", file=output)
             print(f"ready at {_url(host, port)} (Ctrl-C stops it)", file=output, flush=True)
             _watch(stop)
     except (ServerError, LocalRayError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from backends import check_model
-from cluster.ray_environment import port_problem, set_environment
+from cluster.ray_environment import DASHBOARD_HOST, Dashboard, port_problem, set_environment
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
 from engine.text.files import check_text_files
@@ -35,6 +35,8 @@ def run(
         log_level: of the replicas' logs.
     """
     problem = port_problem(host, port)
+    if problem is None and dashboard_port is not None:
+        problem = port_problem(DASHBOARD_HOST, dashboard_port, flag="dashboard_port")
     if problem is not None:
         print(f"error: {problem}", file=output)
         return 1
@@ -51,6 +53,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="sliceserve-"))
     try:
         set_environment(folder, haproxy=haproxy)
+        dashboard = None if dashboard_port is None else Dashboard.at(dashboard_port, folder)
         # Ray reads its environment when it is imported.
         from cluster.app import build_app
         from cluster.cli.local_server import serve_until_stopped
@@ -59,7 +62,7 @@ def run(
             build_app(config, log_level=log_level),
             host=host,
             port=port,
-            dashboard_port=dashboard_port,
+            dashboard=dashboard,
             folder=folder,
             output=output,
         )

@@ -69,6 +69,10 @@ def _parser() -> FlagParser:
         action="store_true",
         help="Let HAProxy instead of Serve's Python proxy take connections: faster, but it listens on every address.",
     )
-    network.add_argument("--dashboard_port", metavar="int", help="Also start Ray's dashboard, on this port.")
+    network.add_argument(
+        "--dashboard_port",
+        metavar="int",
+        help="Also start Ray's dashboard, on this port; start-up says where its token is.",
+    )
     add_config_flags(parser)
     return parser

