@@ -206,12 +206,17 @@ class Deployment:
         return jax.jit(self.step(shape), donate_argnums=1).lower(params, state, tables, packed)
 
     @cached_property
-    def _program(self) -> StepProgram:
-        decoder = Decoder(
+    def decoder(self) -> Decoder:
+        """The forward pass of one chip."""
+        return Decoder(
             config=self.model, attention=self.attention, operations=self._operations, collectives=self._collectives
         )
+
+    @cached_property
+    def _program(self) -> StepProgram:
         sampler = sample_native if self.kernels == "native" else sample_xla
-        return StepProgram(decoder=decoder, selector=TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size))
+        selector = TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size)
+        return StepProgram(decoder=self.decoder, selector=selector)
 
     @property
     def _operations(self) -> Operations:
