@@ -80,8 +80,9 @@ def unified(group: Group, workload: Workload, groups: int, efficiency: Efficienc
         duration = steps * step_s + rows * prompt_s + extra * decode_s(weights, group.peaks, efficiency)
         ttft = step_s / 2 + _with_queue(prompt_s + chunks * step_s, busy=rows * prompt_s / duration)
         tpot = max(step_s, (duration - prompt_s) / steps)
+    duration = max(duration, ttft + steps * tpot)  # no request is done sooner than alone
     ttft += duration * max(0.0, wanted / rows - 1)
-    return _performance(workload, rows * groups / duration, ttft, tpot, rows)
+    return _performance(workload, min(workload.concurrency, rows * groups) / duration, ttft, tpot, rows)
 
 
 def disaggregated(
@@ -102,7 +103,9 @@ def disaggregated(
     else:
         step_s = decode_s(group.decode(workload, rows), group.peaks, efficiency)
         prompt_s = efficiency.step_s + prefill_s(prompt + weights, group.peaks, efficiency)
-    rate = min(prefill / prompt_s, decode * rows / (steps * step_s))
+    # Prefill, decode, or the requests themselves, each of which goes through both, bound the rate.
+    in_service = min(workload.concurrency, decode * rows)
+    rate = min(prefill / prompt_s, in_service / (steps * step_s), workload.concurrency / (prompt_s + steps * step_s))
     ttft = prompt_s if efficiency is None else _with_queue(prompt_s, busy=rate * prompt_s / prefill)
     ttft += steps * step_s * max(0.0, wanted / rows - 1)
     return _performance(workload, rate, ttft, step_s, rows)

@@ -39,7 +39,10 @@ class MemoryPlan:
     @property
     def kv_sequences(self) -> int:
         """Sequences of max_model_len that fit at one time."""
-        return self.kv_tokens // self.max_model_len
+        return self.num_blocks // self.blocks_of(self.max_model_len)
+
+    def blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
     @property
     def safe_factor(self) -> float:
@@ -50,8 +53,8 @@ class MemoryPlan:
     @property
     def missing_bytes(self) -> int:
         """What this plan lacks for one sequence of max_model_len and its temporaries; 0 if it fits."""
-        wanted_blocks = -(-self.max_model_len // self.block_size)
-        in_budget = self.weight_bytes + self.other_bytes + (wanted_blocks + 1) * self.kv_bytes_per_block
+        in_budget = self.weight_bytes + self.other_bytes
+        in_budget += (self.blocks_of(self.max_model_len) + 1) * self.kv_bytes_per_block
         over_budget = in_budget - self.budget_bytes
         over_device = max(in_budget, self.budget_bytes) + self.temporary_bytes - self.usable_bytes
         return max(0, over_budget, over_device)
@@ -62,7 +65,7 @@ class MemoryPlan:
 
     def safe_rows(self, workload: Workload) -> int:
         """The largest max_running_seqs with room for every request's last token, so that nothing is preempted."""
-        rows = min(MAX_ROWS, self.kv_tokens // workload.tokens)
+        rows = min(MAX_ROWS, self.num_blocks // self.blocks_of(workload.tokens))
         return rows // _ROW_STEP * _ROW_STEP if rows >= _ROW_STEP else rows
 
 

@@ -102,7 +102,7 @@ def test_capacity_of_seventy_billion_on_sixteen_v5e() -> None:
     left = int(15.75 * GIB * 0.9) - memory.weight_bytes - memory.other_bytes
     per_token = 2 * 80 * 128 * 2
     assert memory.kv_tokens == (left // (32 * per_token) - 1) * 32
-    assert memory.kv_sequences == memory.kv_tokens // 4096
+    assert memory.kv_sequences == memory.num_blocks // 128
     assert memory.fits
     assert memory.safe_factor == math.floor((1 - memory.temporary_bytes / memory.usable_bytes - 0.01) * 100) / 100
     assert memory.safe_rows(plan("meta-llama/Llama-3.1-70B", "v5e:4x4").request.workload) == 72
