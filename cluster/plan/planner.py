@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.plan.advice import what_would_fit
 from cluster.plan.calibration import EXPECTED
-from cluster.plan.costs import StepCost
+from cluster.plan.costs import StepCost, StepCosts
 from cluster.plan.errors import PlanError
 from cluster.plan.estimate import Group, Performance, disaggregated, unified
 from cluster.plan.fitting import memory_of
@@ -26,6 +27,7 @@ class StepReport:
     rows: int
     context: float  # keys that a token sees, on average
     cost: StepCost
+    minimum: StepCost  # by formula; a compiled program does more
     time: StepTime
 
 
@@ -126,16 +128,37 @@ def _performance(request: PlanRequest, chosen: TpuSlice, programs: Programs, mem
 
 def _decode_report(request: PlanRequest, group: Group, rows: int) -> StepReport:
     context = request.workload.mean_context
-    cost = group.costs.decode(rows, context)
-    return StepReport(tokens=rows, rows=rows, context=context, cost=cost, time=step_time(cost, group.peaks))
+
+    def cost(costs: StepCosts) -> StepCost:
+        return costs.decode(rows, context)
+
+    return _step_report(request, group, cost, tokens=rows, rows=rows, context=context)
 
 
 def _prefill_report(request: PlanRequest, group: Group) -> StepReport:
     """A whole step of prompt tokens, weights included."""
     tokens = min(request.step_tokens, request.workload.input_tokens)
     context = tokens / 2
-    cost = group.costs.decode(0, 0) + group.costs.prefill(tokens, context)
-    return StepReport(tokens=tokens, rows=1, context=context, cost=cost, time=step_time(cost, group.peaks))
+
+    def cost(costs: StepCosts) -> StepCost:
+        return costs.decode(0, 0) + costs.prefill(tokens, context)
+
+    return _step_report(request, group, cost, tokens=tokens, rows=1, context=context)
+
+
+def _step_report(
+    request: PlanRequest,
+    group: Group,
+    cost_of: Callable[[StepCosts], StepCost],
+    *,
+    tokens: int,
+    rows: int,
+    context: float,
+) -> StepReport:
+    cost = cost_of(group.costs)
+    minimum = cost_of(formula_programs(request).costs)
+    time = step_time(cost, group.peaks)
+    return StepReport(tokens=tokens, rows=rows, context=context, cost=cost, minimum=minimum, time=time)
 
 
 def _sequence_gib(memory: MemoryPlan) -> float:

@@ -102,6 +102,7 @@ def _step(step: StepReport) -> dict[str, Any]:
         "rows": step.rows,
         "mean_context": round(step.context, 1),
         "hbm_bytes": round(step.cost.hbm_bytes),
+        "minimum_hbm_bytes": round(step.minimum.hbm_bytes),
         "flops": round(step.cost.flops),
         "ici_bytes": round(step.cost.ici_bytes),
         "hbm_ms": round(step.time.hbm_s * 1e3, 3),

@@ -111,7 +111,7 @@ def _capacity(plan: Plan) -> Iterator[str]:
 
 
 def _roofline(performance: PerformancePlan) -> list[str]:
-    head = ("one step on one device", "HBM GB", "ms", "TFLOP", "ms", "ICI GB", "ms", "limit")
+    head = ("one step on one device", "HBM GB", "of minimum", "ms", "TFLOP", "ms", "ICI GB", "ms", "limit")
     decode, prefill = performance.decode, performance.prefill
     rows = [
         head,
@@ -126,6 +126,7 @@ def _step(name: str, step: StepReport) -> tuple[str, ...]:
     return (
         name,
         f"{cost.hbm_bytes / 1e9:.2f}",
+        f"{cost.hbm_bytes / step.minimum.hbm_bytes:.0%}",
         f"{time.hbm_s * 1e3:.2f}",
         f"{cost.flops / 1e12:.2f}",
         f"{time.mxu_s * 1e3:.2f}",
