@@ -12,7 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from backends.jax.compilation import CompilationCounter, cache_dir, compile_all, enable_persistent_cache
+from backends.jax.compilation import (
+    CompilationCounter,
+    cache_dir,
+    compile_all,
+    enable_persistent_cache,
+    programs_dir,
+)
 from backends.jax.deployment import Deployment
 from backends.jax.hardware import Hardware, select_platform
 from backends.jax.idle import idle_batch
@@ -21,6 +27,7 @@ from backends.jax.loading import ParameterLoader
 from backends.jax.memory import KVPlan, cpu_memory_bytes
 from backends.jax.model import Params
 from backends.jax.open_model import open_model
+from backends.jax.program_store import ProgramStore
 from backends.jax.result import DispatchedStep
 from backends.jax.sharding import create_mesh, sharding
 from backends.jax.slots import SlotTables, new_slot_tables, slot_row, write_slot
@@ -53,7 +60,7 @@ class JaxBackend(Backend):
         hardware = select_platform(config)
         devices = jax.local_devices()[: config.tensor_parallel_size]
         model, checkpoint = open_model(config)
-        enable_persistent_cache(cache_dir(config))
+        enable_persistent_cache(cache_dir(config), devices)
         kernels = choose_kernels(config, model, hardware.platform)
         deployment = Deployment(config, model, create_mesh(devices), kernels=kernels)
         plan = deployment.plan(self._memory_per_device(hardware))
@@ -107,16 +114,27 @@ class JaxBackend(Backend):
 
     def warmup(self, progress: Progress = no_progress) -> None:
         shapes = self._deployment.step_shapes
-        started = time.monotonic()
+        started, cached_before = time.monotonic(), self._counter.cached
+        store = self._program_store()
         if self._config.enable_jit:
             lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
-            self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress))
+            obtain = store.load_or_compile if store else jax.stages.Lowered.compile
+            self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress, obtain))
+        cached = self._counter.cached - cached_before + (store.loaded if store else 0)
         for done, shape in enumerate(shapes, start=1):
             self._run(idle_batch(), shape).result()
             progress("running each program once", done, len(shapes))
         self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
-        logger.info("%d programs ready in %.1f s", len(shapes), time.monotonic() - started)
+        seconds = time.monotonic() - started
+        logger.info("%d programs ready in %.1f s, %d of them from the cache", len(shapes), seconds, cached)
         self._counter.arm()
+
+    def _program_store(self) -> ProgramStore | None:
+        """What `sliceserve compile` left for these devices, if it did."""
+        folder = cache_dir(self._config)
+        if folder is None or not programs_dir(folder).is_dir():
+            return None
+        return ProgramStore(programs_dir(folder), self._deployment.mesh.devices.flat)
 
     def _lower(self, shape: StepShape) -> jax.stages.Lowered:
         return self._deployment.lower(shape, self._params, self._state, self._tables)

@@ -6,7 +6,7 @@ Programs are lowered in the calling thread (tracing is Python) and compiled in a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from engine.backend import Progress
 from engine.config import EngineConfig
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 PHASE = "compiling buckets"
 
 
@@ -32,21 +33,33 @@ def cache_dir(config: EngineConfig) -> Path | None:
     return Path(config.compilation_cache_dir).expanduser() if config.compilation_cache_dir else default_cache_dir()
 
 
-def enable_persistent_cache(folder: Path | None) -> None:
-    """Makes XLA keep its programs in `folder`, small and quick ones too."""
-    jax.config.update("jax_compilation_cache_dir", str(folder / "xla") if folder else None)
+def programs_dir(folder: Path) -> Path:
+    """Where `sliceserve compile` puts programs and servers look for them."""
+    return folder / "programs"
+
+
+def enable_persistent_cache(folder: Path | None, devices: Sequence[jax.Device] = ()) -> None:
+    """Makes XLA keep its programs in `folder`, small and quick ones too.
+
+    Each set of devices has a folder of its own there: JAX's keys don't tell them apart well enough, and reading a
+    program of other devices has crashed (jax issue 38004).
+    """
+    place = "-".join([devices[0].platform, *(str(device.id) for device in devices)]) if devices else "any"
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla" / place) if folder else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 class CompilationCounter:
-    """Counts XLA compilations in this process from the moment it is armed."""
+    """Counts XLA compilations in this process from the moment it is armed, and before it what the cache spared."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._armed = False
         self._count = 0
+        self._cached = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        jax.monitoring.register_event_listener(self._on_cache_event)
 
     def arm(self) -> None:
         self._armed = True
@@ -54,6 +67,11 @@ class CompilationCounter:
     @property
     def count(self) -> int:
         return self._count
+
+    @property
+    def cached(self) -> int:
+        """Programs that came from the persistent cache so far."""
+        return self._cached
 
     def close(self) -> None:
         self._armed = False
@@ -63,16 +81,32 @@ class CompilationCounter:
             with self._lock:
                 self._count += 1
 
+    def _on_cache_event(self, event: str, **_: str | int) -> None:
+        if event == CACHE_HIT_EVENT:
+            with self._lock:
+                self._cached += 1
+
 
 def compile_all(
-    lowered: Iterable[tuple[Any, Callable[[], Any]]], total: int, threads: int, progress: Progress
+    lowered: Iterable[tuple[Any, Callable[[], jax.stages.Lowered]]],
+    total: int,
+    threads: int,
+    progress: Progress,
+    obtain: Callable[[jax.stages.Lowered], Any] = jax.stages.Lowered.compile,
 ) -> Mapping[Any, Any]:
-    """Lowers each (key, lower()) here and compiles in a pool of threads; returns the compiled programs by key."""
+    """Lowers each (key, lower()) here and compiles in a pool of threads.
+
+    Args:
+        obtain: makes the program from what was lowered.
+
+    Returns:
+        What `obtain` returned, by key.
+    """
     programs: dict[Any, Any] = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         futures = {}
         for key, lower in lowered:
-            futures[pool.submit(lower().compile)] = key
+            futures[pool.submit(obtain, lower())] = key
         for done, future in enumerate(as_completed(futures), start=1):
             programs[futures[future]] = future.result()
             progress(PHASE, done, total)

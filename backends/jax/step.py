@@ -194,7 +194,9 @@ def _attention_inputs(views: dict[str, jax.Array], shape: StepShape) -> Attentio
 
 
 def _row_params(views: dict[str, jax.Array]) -> RowParams:
-    floats = {name: jax.lax.bitcast_convert_type(views[name], jnp.float32) for name in _FLOAT_FIELDS}
+    # In a fixed order: a program that differs from process to process is never found in the persistent cache.
+    names = [name for name in _ROW_FIELDS if name in _FLOAT_FIELDS]
+    floats = {name: jax.lax.bitcast_convert_type(views[name], jnp.float32) for name in names}
     seed = jnp.stack([views["seed_high"], views["seed_low"]], axis=-1)
     return RowParams(
         slots=views["slots"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -96,13 +97,12 @@ def open_topology(name: str) -> tuple[jax.Device, ...]:
 
 @cache
 def _open(name: TopologyName) -> tuple[jax.Device, ...]:
-    # libtpu wants a machine's TPU to itself and refuses to be loaded twice; compilers may be as many as they like.
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    _set_libtpu_environment()
     # JAX itself starts on the CPU: a TPU of this machine is left to those who run on it.
     jax.config.update("jax_platforms", "cpu")
     options: dict[str, Any] = {}
-    if max(name.shape) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)  # libtpu's default, 2x2x1, does not divide it
+    if (math.prod(name.shape) in (1, 8) and len(name.shape) == 2) or max(name.shape) == 1:
+        options["chips_per_host_bounds"] = (*name.shape, 1, 1)[:3]  # one host; libtpu's default is 2x2x1 a host
     if name.generation == "v4":
         options["chip_config_name"] = "megacore"  # as on a TPU host: one device a chip
     try:
@@ -110,6 +110,14 @@ def _open(name: TopologyName) -> tuple[jax.Device, ...]:
             return tuple(topologies.get_topology_desc(topology_name=str(name), platform="tpu", **options).devices)
     except Exception as error:  # libtpu raises JaxRuntimeError, a broken installation RuntimeError or OSError
         raise BackendError(f"libtpu does not know the topology {name}: {first_line(error)}") from error
+
+
+def _set_libtpu_environment() -> None:
+    """What libtpu reads when it is loaded, in this process of a compiler only; it has no other way to be told."""
+    # A machine's TPU belongs to one process, so libtpu refuses to be loaded twice; compilers may be many.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    # As JAX sets it on TPU hosts (jax._src.cloud_tpu_init), so that programs come out as they would there.
+    os.environ.setdefault("LIBTPU_INIT_ARGS", "--xla_tpu_use_enhanced_launch_barrier=true")
 
 
 def take_devices(devices: tuple[jax.Device, ...], count: int) -> NDArray[Any]:
