@@ -27,9 +27,16 @@ class MovedError(RuntimeError):
 
 class Exchange:
     def __init__(
-        self, mailbox: Mailbox, stream: int, inbox: Inbox, line: Line | None, call: asyncio.Task[Refusal | None]
+        self,
+        mailbox: Mailbox,
+        replica: str,
+        stream: int,
+        inbox: Inbox,
+        line: Line | None,
+        call: asyncio.Task[Refusal | None],
     ) -> None:
         """`line` is the one over which the request left; None if the call took it along."""
+        self.replica = replica
         self._mailbox = mailbox
         self._stream = stream
         self._inbox = inbox

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
 from cluster.exchange import NO_ENGINE, Exchange, MovedError
 from cluster.mailbox import Mailbox, MailboxAddress
-from cluster.messages import Refusal, RefusalKind, Ticket
+from cluster.messages import Question, Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
 from engine.backend import BackendInfo
 from engine.errors import first_line
@@ -51,6 +52,7 @@ class RayEngineClient:
         self._mailbox_lock = asyncio.Lock()
         self._info: BackendInfo | None = None
         self._calls: set[asyncio.Task[Refusal | None]] = set()
+        self._open: Counter[str] = Counter()  # requests at each replica
 
     async def info(self) -> BackendInfo:
         if self._info is None:
@@ -84,7 +86,7 @@ class RayEngineClient:
             except MovedError:  # its replica was gone before it could begin; the new name keeps late news of it apart
                 request = replace(request, request_id=f"{request.request_id}+")
             finally:
-                exchange.close()
+                self._close(exchange)
 
     def close(self) -> None:
         """No request is open any more: stops listening."""
@@ -102,12 +104,19 @@ class RayEngineClient:
         call = asyncio.create_task(self._hold(ticket, request if line is None else None))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        return Exchange(self._mailbox, stream, inbox, line, call)
+        self._open[replica] += 1
+        return Exchange(self._mailbox, replica, stream, inbox, line, call)
+
+    def _close(self, exchange: Exchange) -> None:
+        exchange.close()
+        self._open[exchange.replica] -= 1
+        if not self._open[exchange.replica]:
+            del self._open[exchange.replica]  # it may never come back
 
     async def _choose(self, request: EngineRequest, deadline: float) -> str:
         try:
             async with asyncio.timeout_at(deadline):
-                return await ray_compat.choose(self._admit, request)
+                return await ray_compat.choose(self._admit, Question(request=request, open_requests=self._open))
         except ray_compat.OVERLOADED_ERRORS:
             raise QUEUE_FULL.as_error() from None
         except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):

@@ -12,6 +12,11 @@ from ray import serve
 from ray.serve import handle
 
 from cluster import ray_compat, ray_environment
+from cluster.mailbox import MailboxAddress
+from cluster.messages import Ticket
+from cluster.router import EngineRouter
+
+ADDRESS = MailboxAddress(host="127.0.0.1", port=1, secret="")
 
 
 class Late:
@@ -62,24 +67,32 @@ def test_this_node_has_an_address_that_others_reach(serve_url: str) -> None:
     assert ipaddress.ip_address(ray_compat.node_ip())
 
 
-def test_calls_by_reference_are_not_limited_and_replicas_answer_one_by_one_by_rank(serve_url: str) -> None:
+def test_calls_by_reference_are_not_limited_go_where_was_chosen_and_replicas_answer_one_by_one(serve_url: str) -> None:
     assert serve_url
-    app = serve.deployment(Size, name="Size", num_replicas=2, ray_actor_options={"num_cpus": 0.1}).bind()
+    options = {"ray_actor_options": {"num_cpus": 0.1}, "request_router_config": {"request_router_class": EngineRouter}}
+    app = serve.deployment(Size, name="Size", num_replicas=2, **options).bind()
     ray_compat.deploy(app, name="contract", route_prefix="/contract")
 
-    async def call() -> tuple[int, list[int]]:
+    async def call() -> tuple[int, list[int], list[tuple[str, str]]]:
         async with asyncio.timeout(60):
             while serve.status().applications["contract"].status != "RUNNING":
                 await asyncio.sleep(0.1)
             deployed = serve.get_deployment_handle("Size", "contract")
             size: int = await ray_compat.by_reference(deployed, "size").remote(bytes(8 << 20))
             answers = await ray_compat.broadcast(deployed, "rank")
-            return size, sorted([await answer for answer in answers])
+            calls = ray_compat.by_reference(deployed, "name")
+            routed = []
+            for _ in range(6):
+                chosen = await ray_compat.choose(calls, "a question")
+                ticket = Ticket(request_id="r", stream=1, address=ADDRESS, replica=chosen)
+                routed.append((chosen, await calls.remote(ticket)))
+            return size, sorted([await answer for answer in answers]), routed
 
     try:
-        size, ranks = asyncio.run(call())
+        size, ranks, routed = asyncio.run(call())
         assert size == 8 << 20  # Serve's gRPC path takes 4 MiB
         assert ranks == [0, 1]
+        assert all(chosen == reached for chosen, reached in routed)
     finally:
         serve.delete("contract")
 
@@ -90,3 +103,7 @@ class Size:
 
     async def rank(self) -> int:
         return ray_compat.replica_rank()
+
+    async def name(self, _: Ticket) -> str:
+        name: str = serve.get_replica_context().replica_id.unique_id
+        return name
