@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from backends.jax.attention import NativeAttention, PagedAttention, XlaAttention
+from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.buckets import Buckets
 from backends.jax.collectives import Collectives, MeshCollectives
 from backends.jax.kernels import Kernels
@@ -233,6 +233,6 @@ class Deployment:
 _ATTENTION: dict[Kernels, type[PagedAttention]] = {
     "native": NativeAttention,
     "xla": XlaAttention,
-    "pallas": XlaAttention,
-    "library": XlaAttention,
+    "pallas": PallasAttention,
+    "library": LibraryAttention,
 }
