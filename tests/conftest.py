@@ -1,4 +1,4 @@
-"""One private Ray for the whole test session, started by the first test that needs it."""
+"""Options of the test suite, and one private Ray for the whole session, started by the first test that needs it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,30 @@ from pathlib import Path
 import pytest
 
 from cluster.ray_environment import set_environment
+from tests import options
 
 RAY_FOLDER = Path(tempfile.mkdtemp(prefix="sliceserve-test-"))
 set_environment(RAY_FOLDER, haproxy=False)  # before any test module imports Ray
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tensor-parallel-size", type=int, default=1, help="devices of the JAX engines that tests start, simulated"
+    )
+    parser.addoption("--matrix", action="store_true", help="all cases of tests of which a few run by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    options.tensor_parallel_size = config.getoption("--tensor-parallel-size")
+    config.addinivalue_line("markers", "matrix: one of many cases, which run with --matrix only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--matrix"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("matrix")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("matrix")]
 
 
 def pytest_sessionfinish() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.backend import BackendError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadLayout:
@@ -47,6 +49,19 @@ class HeadLayout:
             return range(kv_heads.start * self.group, kv_heads.stop * self.group)
         first = kv_heads.start * self.group + chip % self.chips_per_kv_head * self.heads_per_chip
         return _within(first, first + self.heads_per_chip, kv_heads.stop * self.group)
+
+
+def check_heads(num_heads: int, chips: int) -> None:
+    """Refuses to split so far that some chips would hold padding only, whatever the key-value heads are.
+
+    Raises:
+        BackendError: there are more chips than query heads.
+    """
+    if chips > num_heads:
+        raise BackendError(
+            f"tensor_parallel_size={chips} is more than the model's {num_heads} query heads, which can't be split; "
+            f"any tensor_parallel_size from 1 to {num_heads} works"
+        )
 
 
 def _within(start: int, stop: int, end: int) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backends.jax.checkpoint import Checkpoint, open_checkpoint
+from backends.jax.heads import check_heads
 from backends.jax.memory import check_context
 from backends.jax.model_config import ModelConfig, read_model_config
 from engine.config import EngineConfig
@@ -22,4 +23,5 @@ def open_model(config: EngineConfig) -> tuple[ModelConfig, Checkpoint]:
     if config.sliding_window is not None:
         model = replace(model, sliding_window=config.sliding_window)
     check_context(config, model.max_position)
+    check_heads(model.num_heads, config.tensor_parallel_size)
     return model, open_checkpoint(files, model, config.load_format, config.seed)

@@ -8,10 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from backends.jax.attention import AttentionInputs
 from backends.jax.backend import JaxBackend
+from backends.jax.model import Params
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
+from tests import options as test_options
 
 WAIT_S = 120.0
 
@@ -27,7 +35,12 @@ class Answer:
 
 class Engine:
     def __init__(self, **options: Any) -> None:
-        self.config = EngineConfig.from_args({"dtype": "float32", "backend": "cpu", **options})
+        defaults = {
+            "dtype": "float32",
+            "backend": "cpu",
+            "tensor_parallel_size": test_options.tensor_parallel_size,
+        }
+        self.config = EngineConfig.from_args({**defaults, **options})
         self.backend = JaxBackend(self.config)
         self._outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
         self.core = EngineCore(self.config, self.backend, self._outputs.put)
@@ -63,6 +76,34 @@ class Engine:
     def close(self) -> None:
         self.core.stop()
         self.backend.close()
+
+
+def prompt_logits(backend: JaxBackend, prompt: Sequence[int]) -> Any:
+    """Logits at every position of a prompt, straight from the decoder, with blocks 0, 1, … as its cache."""
+    count = len(prompt)
+    deployment, params, state = backend._deployment, backend._params, backend._state
+    inputs = AttentionInputs(
+        positions=jnp.arange(count),
+        token_rows=jnp.zeros(count, jnp.int32),
+        query_starts=jnp.array([0, count], jnp.int32),
+        kv_lens=jnp.array([count], jnp.int32),
+        block_tables=jnp.arange(4, dtype=jnp.int32)[None],
+        num_rows=jnp.array([1], jnp.int32),
+        num_tokens=jnp.array([count], jnp.int32),
+        decode_only=False,
+    )
+
+    def one_chip(params: Params, cache: jax.Array) -> jax.Array:
+        decoder = deployment.decoder
+        hidden, _ = decoder(params, cache, jnp.array(prompt, jnp.int32), inputs)
+        return decoder.logits(params, hidden, jnp.array([count], jnp.int32))
+
+    specs = jax.tree.map(lambda x: x.sharding.spec, (params, state.cache))
+    vocabulary = PartitionSpec(None, "model")
+    logits = jax.jit(
+        jax.shard_map(one_chip, mesh=deployment.mesh, in_specs=specs, out_specs=vocabulary, check_vma=False)
+    )
+    return np.asarray(logits(params, state.cache))[:, : deployment.model.vocab_size]
 
 
 @contextmanager

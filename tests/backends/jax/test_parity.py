@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backends.jax.attention import AttentionInputs
-from backends.jax.backend import JaxBackend
 from engine.config import EngineConfig
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer, load_tokenizer
-from tests.backends.jax.engine import Answer, engine
+from tests.backends.jax.engine import Answer, engine, prompt_logits
 from tests.backends.models import tiny_llama
 
 PROMPTS = (
@@ -92,24 +89,6 @@ def test_demo_logits_equal_transformers_over_the_whole_vocabulary(demo_reference
         expected = demo_reference(torch.tensor([prompt])).logits[0].numpy()
     assert logits.shape == expected.shape
     assert np.abs(logits - expected).max() < 1e-3
-
-
-def prompt_logits(backend: JaxBackend, prompt: Sequence[int]) -> Any:
-    """Logits at every position of a prompt, straight from the decoder, with blocks 0, 1, … as its cache."""
-    count = len(prompt)
-    inputs = AttentionInputs(
-        positions=jnp.arange(count),
-        token_rows=jnp.zeros(count, jnp.int32),
-        query_starts=jnp.array([0, count], jnp.int32),
-        kv_lens=jnp.array([count], jnp.int32),
-        block_tables=jnp.arange(4, dtype=jnp.int32)[None],
-        num_rows=jnp.array([1], jnp.int32),
-        num_tokens=jnp.array([count], jnp.int32),
-        decode_only=False,
-    )
-    decoder = backend._deployment._program.decoder
-    hidden, _ = decoder(backend._params, backend._state.cache, jnp.array(prompt, jnp.int32), inputs)
-    return np.asarray(decoder.logits(backend._params, hidden, jnp.array([count], jnp.int32)))
 
 
 LLAMA3 = {
