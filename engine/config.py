@@ -290,7 +290,8 @@ def _parse(config_class: type[BaseModel], name: str, value: Any) -> Any:
         return value
     annotation = str(config_class.model_fields[name].annotation)
     text = value.strip()
-    if "None" in annotation and text.lower() in ("none", "null", "") and name != "compilation_cache_dir":
+    optional = "None" in annotation or "Optional" in annotation
+    if optional and text.lower() in ("none", "null", "") and name != "compilation_cache_dir":
         return None
     if name == "block_size" and text.isdigit():
         return int(text)
