@@ -25,12 +25,24 @@ from backends.jax.analysis import (
 )
 from backends.jax.analysis.hlo import HBM
 from backends.jax.deployment import Deployment
+from backends.jax.kernels import choose_kernels
+from backends.jax.model_config import ModelConfig
+from backends.jax.sharding import create_mesh
 from backends.jax.step import StepShape
 from backends.jax.topology import open_topology, take_devices
 from engine.backend import BackendError
+from engine.config import EngineConfig
 from engine.errors import first_line
 
-__all__ = ["Collective", "ProgramReport", "compile_step", "open_topology", "report_on", "take_devices"]
+__all__ = [
+    "Collective",
+    "ProgramReport",
+    "compile_step",
+    "open_deployment",
+    "open_topology",
+    "report_on",
+    "take_devices",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +66,16 @@ class ProgramReport:
     def peak_bytes(self) -> int:
         """HBM that the program needs in all."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+
+def open_deployment(config: EngineConfig, model: ModelConfig, topology: str) -> Deployment:
+    """The deployment of these options on the first `tensor_parallel_size` devices of a slice, with TPU kernels.
+
+    Raises:
+        BackendError: no such slice, too few devices, or a model that can't be cut like that.
+    """
+    devices = take_devices(open_topology(topology), config.tensor_parallel_size)
+    return Deployment(config, model, create_mesh(list(devices)), kernels=choose_kernels(config, model, "tpu"))
 
 
 def compile_step(deployment: Deployment, shape: StepShape, num_blocks: int) -> ProgramReport:
