@@ -23,7 +23,8 @@ from backends.jax.attention.pallas.words import LANES
 HIDDEN = -1e30
 """The score of a key that a query doesn't see: its weight vanishes against any key that it does."""
 HEADS_AT_ONCE = 4
-"""Heads whose instructions the compiler can interleave; the rest is a loop, which keeps programs small."""
+"""Heads of a decoding row whose instructions the compiler can interleave. The rest is a loop, as are the heads of
+prompts, whose tiles have enough to interleave: that keeps programs small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +49,12 @@ class Flash:
     def _heads_at_once(self) -> int:
         """A divisor of the kv heads whose lane rows are whole words; else all heads."""
         layout = self.spec.layout
-        for heads in range(HEADS_AT_ONCE, 0, -1):
-            if layout.num_kv_heads % heads == 0 and heads * layout.rows_per_head % layout.packing == 0:
-                return heads
-        return layout.num_kv_heads
+        most, heads = layout.num_kv_heads, range(1, layout.num_kv_heads + 1)
+        whole = [n for n in heads if most % n == 0 and n * layout.rows_per_head % layout.packing == 0] or [most]
+        return whole[0] if self.query_tile > 1 else max([n for n in whole if n <= HEADS_AT_ONCE], default=whole[0])
 
-    def _for_each_head(self, action: Callable[[Scalar], None], count: int) -> None:
-        lax.fori_loop(0, count, lambda head, _: action(head), None)
+    def _for_each(self, action: Callable[[Scalar], None], count: int) -> None:
+        lax.fori_loop(0, count, lambda index, _: action(index), None)
 
     def begin(self) -> None:
         scratch, rows = self.scratch, self.rows
@@ -66,7 +66,7 @@ class Flash:
             for chunk in range(self.spec.layout.chunks):
                 scratch.weighted[head * self.spec.layout.chunks + chunk, :rows] = zeros
 
-        self._for_each_head(one_head, self.spec.layout.num_kv_heads)
+        self._for_each(one_head, self.spec.layout.num_kv_heads)
 
     def _sink(self, head: Scalar) -> jax.Array:
         """[rows, 128]: each query row's sink."""
@@ -88,9 +88,12 @@ class Flash:
         """
         sizes = self.spec.sizes
         step = sizes.block if self.query_tile == 1 else sizes.part
-        for part in range(0, sizes.block, step):
-            seen = self._seen(first, begin + part, step)
-            self._attend_part(queries, block.at[pl.ds(part, step)], seen)
+
+        def one_part(part: Scalar) -> None:
+            seen = self._seen(first, begin + part * step, step)
+            self._attend_part(queries, block.at[pl.ds(part * step, step)], seen)
+
+        self._for_each(one_part, sizes.block // step)
 
     def _seen(self, first: Scalar, begin: Scalar, keys: int) -> jax.Array:
         """[rows, keys]: which keys, from position `begin` on, each query row sees."""
@@ -121,7 +124,7 @@ class Flash:
                 head = turn * at_once + index
                 self._accumulate(head, self._scores(queries, head, keys, seen), values)
 
-        self._for_each_head(some_heads, layout.num_kv_heads // at_once)
+        self._for_each(some_heads, layout.num_kv_heads // at_once)
 
     def _scores(self, queries: Any, head: Scalar, keys: list[jax.Array], seen: jax.Array) -> jax.Array:
         scores = jnp.zeros(seen.shape, jnp.float32)
@@ -157,7 +160,7 @@ class Flash:
                 result = scratch.weighted[at, : self.rows] / total
                 self.lanes.write_packed(out.at[at], result.astype(self.spec.compute_dtype))
 
-        self._for_each_head(one_head, self.spec.layout.num_kv_heads)
+        self._for_each(one_head, self.spec.layout.num_kv_heads)
 
     def _product(self, a: jax.Array, b: jax.Array, *, key_axis: int) -> jax.Array:
         exact = self.spec.compute_dtype == jnp.float32

@@ -160,14 +160,19 @@ class Walk:
     ) -> None:
         """Moves a tile's tokens between HBM (token-major) and VMEM (head-major, so that a head's rows are together)."""
         tile = self.tile(index)
+
+        def move(outside: Any, inside: Any) -> None:
+            act(pltpu.make_async_copy(*((inside, outside) if out else (outside, inside)), sem))
+
         if self.query_tile == 1:
-            pairs = [(hbm.at[tile.start], vmem.at[:, 0])]
+            move(hbm.at[tile.start], vmem.at[:, 0])
         else:
-            tokens = pl.ds(tile.start, tile.count)
-            heads = range(self.spec.query_heads)
-            pairs = [(hbm.at[tokens, head], vmem.at[head, pl.ds(0, tile.count)]) for head in heads]
-        for outside, inside in pairs:
-            act(pltpu.make_async_copy(inside, outside, sem) if out else pltpu.make_async_copy(outside, inside, sem))
+            tokens, begin = pl.ds(tile.start, tile.count), pl.ds(0, tile.count)
+
+            def one_head(head: Scalar, _: None) -> None:
+                move(hbm.at[tokens, head], vmem.at[head, begin])
+
+            lax.fori_loop(0, self.spec.query_heads, one_head, None)
 
     def _start_block(self, at: Cursor, slot: Scalar) -> None:
         tile, sizes = self.tile(at.tile), self.spec.sizes
@@ -201,18 +206,18 @@ class Walk:
         self._if_exists(self.first + 1, lambda: self._table(self.first + 1, start))
         self._table(self.first, wait)
         self._start_write(self.first)
-        ahead = Cursor(jnp.int32(self.first), jnp.int32(0))
-        for slot in range(self.slots - 1):
-            ahead = self._fetch(ahead, slot)
+        lead = self.slots - 1  # steps that fetching is ahead of computing
 
-        def one_block(carry: tuple[Scalar, Cursor, Cursor]) -> tuple[Scalar, Cursor, Cursor]:
+        def one_step(carry: tuple[Scalar, Cursor, Cursor]) -> tuple[Scalar, Cursor, Cursor]:
             step, at, ahead = carry
-            ahead = self._fetch(ahead, rem(step + self.slots - 1, self.slots))
-            self._compute(at, rem(step, self.slots))
-            return step + 1, self.advance(at), ahead
+            following = self._fetch(ahead, rem(step, self.slots))
+            pl.when(step >= lead)(lambda: self._compute(at, rem(step - lead, self.slots)))
+            then = self.advance(at)
+            reached = Cursor(*(jnp.where(step >= lead, new, old) for new, old in zip(then, at, strict=True)))
+            return step + 1, reached, following
 
-        begin = (jnp.int32(0), Cursor(jnp.int32(self.first), jnp.int32(0)), ahead)
-        lax.while_loop(lambda carry: carry[1].tile < self.end, one_block, begin)
+        begin = Cursor(jnp.int32(self.first), jnp.int32(0))
+        lax.while_loop(lambda carry: carry[1].tile < self.end, one_step, (jnp.int32(0), begin, begin))
         pl.when(self.end - 2 >= self.first)(lambda: self._out(self.end - 2, wait))
         self._out(self.end - 1, wait)
 
