@@ -11,7 +11,7 @@ from cluster.plan.errors import PlanError
 from engine.backend import BackendError
 from engine.model_files import ModelFiles, is_local, locate_model
 
-_VARIANTS = ("-instruct", "-chat", "-it", "-hf")
+_VARIANTS = ("-instruct", "-chat", "-hf")
 _SHIPPED = resources.files("cluster.plan") / "configs"
 
 
@@ -51,7 +51,8 @@ def _find_shipped(model: str) -> Path | None:
     """A shipped config by hub id, with or without the owner; instruction-tuned variants have their base model's."""
     wanted = _base_name(model)
     for name, folder in shipped_models().items():
-        if wanted in (name.lower(), name.lower().partition("/")[2]):
+        known = _base_name(name)
+        if wanted in (known, known.partition("/")[2]):
             return folder
     return None
 
@@ -59,7 +60,7 @@ def _find_shipped(model: str) -> Path | None:
 def _base_name(model: str) -> str:
     name = model.lower()
     for variant in _VARIANTS:
-        name = name.removesuffix(variant)
+        name = name.replace(variant, "")
     return name
 
 

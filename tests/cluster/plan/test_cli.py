@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.cli.main import main
-from cluster.plan.models import shipped_models
+from cluster.plan.models import open_model_config, shipped_models
 from engine.config import EngineConfig
 
 CONFIG = json.loads((shipped_models()["meta-llama/Llama-3.2-1B"] / "config.json").read_text())
@@ -106,6 +106,19 @@ def test_the_comparison_with_published_figures(capsys: pytest.CaptureFixture[str
     assert "10873" in out
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["meta-llama/Llama-3.1-8B-Instruct", "llama-3.3-70b", "meta-llama/Llama-2-7b-chat-hf", "Mistral-7B-Instruct-v0.3"],
+)
+def test_hub_ids_and_their_variants_are_known(name: str) -> None:
+    assert open_model_config(name).architecture == "llama"
+
+
+def test_every_shipped_config_is_a_model_that_can_be_served() -> None:
+    models = {name: open_model_config(name) for name in shipped_models()}
+    assert len(models) >= 10
+
+
 WRONG = [
     (("--topology=v5e:3x4", "--model=llama-3.1-8b"), 2, "v5e has v5e:2x2"),
     (("--topology=v5e:2x4",), 2, "--model is missing"),
@@ -192,3 +205,31 @@ def test_a_missing_compiler_is_one_line(capsys: pytest.CaptureFixture[str], monk
     assert (code, out) == (1, "")
     assert "libtpu" in err.splitlines()[-1]
     assert "--no-compile plans by formula" in err.splitlines()[-1]
+
+
+def test_a_plan_compiles_the_deployment_s_programs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write_config(
+        tmp_path,
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=512,
+    )
+    argv = (
+        *(f"--model={folder}", "--topology=v6e:2x2", "--max_running_seqs=8", "--max_num_batched_tokens=64"),
+        *("--workload=in=64,out=64,concurrency=8", "--json"),
+    )
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    compiled, formula = json.loads(out), json.loads(run(capsys, *argv, "--no-compile")[1])
+    assert (compiled["source"], formula["source"]) == ("compiled", "formula")
+    for key in ("weight_bytes", "usable_bytes"):
+        assert compiled["memory_per_device"][key] == formula["memory_per_device"][key]
+    step, least = (report["roofline"]["decode_step"] for report in (compiled, formula))
+    assert least["hbm_bytes"] <= step["hbm_bytes"] < 3 * least["hbm_bytes"]  # activations count in so small a model
+    assert least["ici_bytes"] <= step["ici_bytes"] < 1.3 * least["ici_bytes"]
+    assert err == "compiling for v6e:2x2 …\n"
