@@ -250,7 +250,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu7x",
         machine_prefix="tpu7x-standard",
         usd_per_chip_hour=None,
-        shapes=_SHAPES_3D,
+        shapes=("1x1x1", *_SHAPES_3D),
     ),
 }
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.plan.costs import AnalyticCosts, StepCost, all_reduced_bytes
+from cluster.plan.costs import AnalyticCosts, StepCost, sent_bytes
 from cluster.plan.errors import PlanError
 from cluster.plan.fitting import memory_of
 from cluster.plan.programs import Programs
@@ -61,14 +61,9 @@ def compile_programs(request: PlanRequest) -> Programs:
 
 
 def _compile(request: PlanRequest, config: EngineConfig) -> Programs:
-    from backends.jax.aot import compile_step, open_topology, take_devices
-    from backends.jax.deployment import Deployment
-    from backends.jax.kernels import choose_kernels
-    from backends.jax.sharding import create_mesh
+    from backends.jax.aot import compile_step, open_deployment
 
-    devices = take_devices(open_topology(request.topology.name), request.tensor_parallel)
-    kernels = choose_kernels(config, request.model, "tpu")
-    deployment = Deployment(config, request.model, create_mesh(list(devices)), kernels=kernels)
+    deployment = open_deployment(config, request.model, request.topology.name)
     sizes = _sizes(request, deployment)
     memory = memory_of(request, sizes)
     if not memory.fits:
@@ -114,10 +109,8 @@ def _decode_shape(deployment: Deployment, rows: int) -> StepShape:
 
 
 def _prefill_shape(deployment: Deployment) -> StepShape:
-    """The step with most prompt tokens, of few rows."""
-    mixed = [shape for shape in deployment.step_shapes if not shape.decode_only]
-    most = max(shape.tokens for shape in mixed)
-    return min(shape for shape in mixed if shape.tokens == most)
+    """The step with most tokens and rows, which needs most temporaries."""
+    return max(shape for shape in deployment.step_shapes if not shape.decode_only)
 
 
 def _temporary_bytes(report: ProgramReport) -> int:
@@ -135,20 +128,13 @@ class MeasuredStep:
 
 
 def _measured(report: ProgramReport, tokens: int, devices_per_chip: int) -> MeasuredStep:
-    sent = sum(c.count * _sent_bytes(c.kind, c.bytes, c.group_size, devices_per_chip) for c in report.collectives)
+    sent = sum(c.count * sent_bytes(c.kind, c.bytes, c.group_size, devices_per_chip) for c in report.collectives)
     return MeasuredStep(
         tokens=tokens,
         hbm_bytes=report.hbm_bytes,
         ici_bytes=sent,
         collectives=sum(c.count for c in report.collectives),
     )
-
-
-def _sent_bytes(kind: str, size: int, group: int, devices_per_chip: int) -> float:
-    """What one device sends in a collective over `group` devices, by the best algorithm."""
-    if kind == "all-reduce":
-        return all_reduced_bytes(size, group, devices_per_chip)
-    return float(size) if kind == "collective-permute" else size * (group - 1) / group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,13 +103,22 @@ class AnalyticCosts:
         """Sent for the step's sums over the group."""
         shard = self.shard
         each = tokens * shard.config.hidden_size * _ACTIVATION_BYTES
-        return (2 * shard.config.num_layers + 1) * all_reduced_bytes(each, shard.tensor_parallel, self.devices_per_chip)
+        return (2 * shard.config.num_layers + 1) * sent_bytes(
+            "all-reduce", each, shard.tensor_parallel, self.devices_per_chip
+        )
 
 
-def all_reduced_bytes(size: float, devices: int, devices_per_chip: int) -> float:
-    """What a device sends over the links to sum `size` bytes over `devices`: twice its share of what others have.
+def sent_bytes(kind: str, size: float, devices: int, devices_per_chip: int = 1) -> float:
+    """What each device of a group sends over the links in one collective, by the best algorithm.
 
-    The devices of one chip sum up between themselves first, and share what the chip sends.
+    The devices of one chip settle among themselves first, and share what the chip sends.
+
+    Args:
+        kind: HLO's name.
+        size: bytes of a device's operand; of an all-gather its result.
     """
     chips = -(-devices // devices_per_chip)
-    return 2 * size * (chips - 1) / chips / min(devices, devices_per_chip)
+    others = size * (chips - 1) / chips / min(devices, devices_per_chip)
+    if kind == "collective-permute":
+        return size if chips > 1 else 0.0
+    return 2 * others if kind == "all-reduce" else others

