@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from backends.jax.attention.pallas.lanes import LaneAccess
-from backends.jax.attention.pallas.refs import KernelSpec, Scalar, Scalars, Scratch, div
+from backends.jax.attention.pallas.refs import KernelSpec, Limits, Scalar, Scratch
 from backends.jax.attention.pallas.words import LANES
 
 HIDDEN = -1e30
@@ -32,7 +32,8 @@ class Flash:
     """A tile's running softmax, in scratch memory."""
 
     spec: KernelSpec
-    scalars: Scalars
+    sinks: Any  # [heads] float32 in SMEM
+    limits: Limits
     scratch: Scratch
     query_tile: int
 
@@ -74,7 +75,7 @@ class Flash:
         member = lax.rem(lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(self.spec.group))
         sink = jnp.zeros(shape, jnp.float32)
         for index in range(self.spec.group):
-            sink = jnp.where(member == index, self.scalars.sinks[head * self.spec.group + index], sink)
+            sink = jnp.where(member == index, self.sinks[head * self.spec.group + index], sink)
         return sink
 
     def attend(self, queries: Any, block: Any, first: Scalar, begin: Scalar) -> None:
@@ -97,17 +98,16 @@ class Flash:
 
     def _seen(self, first: Scalar, begin: Scalar, keys: int) -> jax.Array:
         """[rows, keys]: which keys, from position `begin` on, each query row sees."""
-        window, chunk = self.scalars.limits[0], self.scalars.limits[1]
         key = begin + lax.broadcasted_iota(jnp.int32, (self.rows, keys), 1)
-        chunk_start = div(first, chunk) * chunk
         if self.query_tile == 1:
-            return (key >= jnp.maximum(first - window + 1, chunk_start)) & (key <= first)
+            return (key >= self.limits.oldest(first)) & (key <= first)
         token = lax.div(lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0), jnp.int32(self.spec.group))
         position = first + token
         # Whole chunks between the first query's chunk and each query's: small numbers, exact in float32.
+        chunk_start, chunk = self.limits.chunk_start(first), self.limits.chunk
         inside = (position - chunk_start).astype(jnp.float32) + 0.5
         chunks = jnp.floor(inside / lax.convert_element_type(chunk, jnp.float32)).astype(jnp.int32)
-        oldest = jnp.maximum(position - window + 1, chunk_start + chunks * chunk)
+        oldest = jnp.maximum(position - self.limits.window + 1, chunk_start + chunks * chunk)
         return (key >= oldest) & (key <= position)
 
     def _attend_part(self, queries: Any, block: Any, seen: jax.Array) -> None:

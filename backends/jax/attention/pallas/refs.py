@@ -14,7 +14,10 @@ from backends.jax.attention.pallas.words import LANES, WordLayout
 
 Scalar = Any  # a traced int32, or a Python int
 MIXED_SLOTS = 2
-TABLE_SLOTS = 3
+TABLES_AHEAD = 4  # tiles
+WRITES_AHEAD = 2
+TABLE_SLOTS = TABLES_AHEAD + 1
+WRITE_SLOTS = WRITES_AHEAD + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +70,20 @@ class Arrays(NamedTuple):
     cache: Any  # [layers, blocks, block_size, R, 1, 128] uint32
 
 
+class Limits(NamedTuple):
+    """How far back queries see, in tokens."""
+
+    window: Scalar
+    chunk: Scalar
+
+    def oldest(self, position: Scalar) -> Any:
+        """The first position that a query sees."""
+        return jnp.maximum(jnp.maximum(position - self.window + 1, self.chunk_start(position)), 0)
+
+    def chunk_start(self, position: Scalar) -> Any:
+        return div(position, self.chunk) * self.chunk
+
+
 class QueryBuffers(NamedTuple):
     """In VMEM: a ring of tiles' queries, and two tiles' outputs."""
 
@@ -85,7 +102,7 @@ class Scratch(NamedTuple):
     decode: Any  # QueryBuffers of one token a tile
     mixed: Any  # QueryBuffers
     table_sems: Any  # [TABLE_SLOTS]
-    write_sems: Any  # [2]
+    write_sems: Any  # [WRITE_SLOTS]
     block_sems: Any  # [slots]
     query_sems: Any  # [slots]
     out_sems: Any  # [2]
@@ -110,7 +127,7 @@ def scratch_shapes(spec: KernelSpec, table_parts: int) -> Scratch:
         decode=decode,
         mixed=decode if spec.decode_only else query_buffers(MIXED_SLOTS, sizes.query_tile),
         table_sems=dma((TABLE_SLOTS,)),
-        write_sems=dma((2,)),
+        write_sems=dma((WRITE_SLOTS,)),
         block_sems=dma((sizes.slots,)),
         query_sems=dma((sizes.slots,)),
         out_sems=dma((2,)),
