@@ -17,6 +17,7 @@ from cluster.plan.programs import Programs
 from cluster.plan.request import PlanRequest
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
+from engine.errors import first_line
 
 if TYPE_CHECKING:
     from backends.jax.aot import ProgramReport
@@ -58,6 +59,11 @@ def compile_programs(request: PlanRequest) -> Programs:
         return _compile(request, config)
     except BackendError as error:
         raise PlanError(f"{error}; --no-compile plans by formula") from None
+    except Exception as error:  # tracing raises what it likes where a kernel does not take a shape
+        raise PlanError(
+            f"the step programs of {request.model_name} can't be made for {request.topology.name}: "
+            f"{first_line(error)}; --no-compile plans by formula"
+        ) from error
 
 
 def _compile(request: PlanRequest, config: EngineConfig) -> Programs:

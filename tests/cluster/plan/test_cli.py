@@ -173,6 +173,28 @@ def test_what_is_wrong_is_one_line_that_says_what_would_work(
     assert out == ""
 
 
+def test_json_tells_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--model=llama-3.1-70b", *ON_V5E, "--json")
+    report = json.loads(out)
+    assert (code, report["fits"], err.count("\n")) == (1, False, 1)
+    assert report["memory_per_device"]["missing_bytes"] > 2 << 30
+
+
+def test_what_the_compiler_refuses_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("no such kernel\nand much more")
+
+    monkeypatch.setattr("backends.jax.aot.compile_step", refuse)
+    code, out, err = run(capsys, "--model=llama-3.2-1b", "--topology=v5e:1x1", "--max_model_len=4096")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[1:] == [
+        "sliceserve plan: the step programs of llama-3.2-1b can't be made for v5e:1x1: no such kernel; "
+        "--no-compile plans by formula"
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -227,7 +249,7 @@ def test_a_plan_compiles_the_deployment_s_programs(capsys: pytest.CaptureFixture
     assert code == 0, err
     compiled, formula = json.loads(out), json.loads(run(capsys, *argv, "--no-compile")[1])
     assert (compiled["source"], formula["source"]) == ("compiled", "formula")
-    for key in ("weight_bytes", "usable_bytes"):
+    for key in ("weight_bytes", "kv_bytes", "usable_bytes"):
         assert compiled["memory_per_device"][key] == formula["memory_per_device"][key]
     step, least = (report["roofline"]["decode_step"] for report in (compiled, formula))
     assert least["hbm_bytes"] <= step["hbm_bytes"] < 3 * least["hbm_bytes"]  # activations count in so small a model
