@@ -12,7 +12,7 @@ from cluster.plan.prices import Prices
 from cluster.topology import GIB, NeuronInstance, TpuSlice
 
 LEGEND = (
-    "bound: nothing is faster on this hardware. expected: what other TPU servers reach of their bounds,",
+    "bound: these programs can't be faster on this hardware. expected: what other TPU servers reach of their bounds,",
     f"typically right within {TYPICAL_ERROR:.0%} (docs/plan.md); this server has not been measured on a TPU yet.",
 )
 
