@@ -106,3 +106,20 @@ class MeshCollectives(Collectives):
     def _padded(self, x: jax.Array) -> jax.Array:
         """Rows up to a multiple of the chips."""
         return jnp.pad(x, ((0, -x.shape[0] % self.chips), *[(0, 0)] * (x.ndim - 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceCollectives(MeshCollectives):
+    """Several chips, each with its share of the tokens between projections (Korthikanti et al. 2022).
+
+    An all-reduce is a reduce-scatter and an all-gather: with norms and residuals between the two, as many bytes cross
+    the links, but each chip reads and writes its share of the residual stream only. T is a multiple of the chips.
+    """
+
+    def combine(self, partial: jax.Array) -> jax.Array:
+        share: jax.Array = jax.lax.psum_scatter(partial, MODEL, scatter_dimension=0, tiled=True)
+        return share
+
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
+        whole: jax.Array = jax.lax.all_gather(x, MODEL, tiled=True)
+        return whole

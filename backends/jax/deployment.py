@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.buckets import Buckets
-from backends.jax.collectives import Collectives, MeshCollectives
+from backends.jax.collectives import Collectives, MeshCollectives, SequenceCollectives
 from backends.jax.kernels import Kernels
 from backends.jax.layout import ParameterLayout
 from backends.jax.memory import CPU_DEFAULT_KV_BYTES, KVPlan, plan_kv_cache
@@ -40,6 +40,10 @@ CPU_CHUNK_TOKENS = 256
 TPU_CHUNK_TOKENS = 2048
 """Default step budget: several times the tokens at which reading the weights takes as long as multiplying by them."""
 
+TPU_SHARED_BYTES = 32 << 20
+"""Steps whose residual stream takes as much share out norms and residuals. A smaller one stays in VMEM anyway: compiled
+for v5e:2x2, an 8B model's step of 2048 tokens (32 MiB) moves half the HBM bytes then, one of 1024 just as many."""
+
 Step = Callable[[Params, DeviceState, SlotTables, jax.Array], tuple[DeviceState, jax.Array, jax.Array]]
 
 
@@ -51,6 +55,7 @@ class Deployment:
         mesh: devices of this process, of several, or of a topology description.
         context: longest sequence in tokens; None: what options and model say. What a plan found to fit comes back here.
         stacked: whether layers are stacked and looped over on the device; None: where that is fast.
+        share_tokens_from: fewest tokens of a step from which chips share out norms and residuals; None: where it pays.
     """
 
     config: EngineConfig
@@ -59,6 +64,7 @@ class Deployment:
     kernels: Kernels = field(kw_only=True)
     context: int | None = field(kw_only=True, default=None)
     stacked: bool | None = field(kw_only=True, default=None)
+    share_tokens_from: int | None = field(kw_only=True, default=None)
     capabilities: Capabilities = field(kw_only=True, default_factory=Capabilities)
 
     @property
@@ -184,7 +190,7 @@ class Deployment:
 
     def step(self, shape: StepShape) -> Step:
         """The step program over the whole mesh, not compiled yet."""
-        program = partial(self._program, shape=shape)
+        program = partial(self._program(shape.tokens), shape=shape)
         if self.chips == 1:
             return program
         specs = jax.tree.map(
@@ -205,18 +211,23 @@ class Deployment:
         packed = sharded_shape(self.mesh, (shape.packed_size,), (), np.int32)
         return jax.jit(self.step(shape), donate_argnums=1).lower(params, state, tables, packed)
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
-        """The forward pass of one chip."""
+        """The forward pass of one chip, for steps of any number of tokens."""
+        return self._decoder(1)
+
+    def _decoder(self, tokens: int) -> Decoder:
         return Decoder(
-            config=self.model, attention=self.attention, operations=self._operations, collectives=self._collectives
+            config=self.model,
+            attention=self.attention,
+            operations=self._operations,
+            collectives=self._collectives(tokens),
         )
 
-    @cached_property
-    def _program(self) -> StepProgram:
+    def _program(self, tokens: int) -> StepProgram:
         sampler = sample_native if self.kernels == "native" else sample_xla
         selector = TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size)
-        return StepProgram(decoder=self.decoder, selector=selector)
+        return StepProgram(decoder=self._decoder(tokens), selector=selector)
 
     @property
     def _operations(self) -> Operations:
@@ -224,10 +235,19 @@ class Deployment:
             return NativeOperations()
         return XlaOperations(dtype=jnp.float32 if self.platform == "cpu" else jnp.dtype(self.dtype))
 
-    @property
-    def _collectives(self) -> Collectives:
-        kind = Collectives if self.chips == 1 else MeshCollectives
-        return kind(vocab_per_chip=self.partition.vocab_per_chip, chips=self.chips)
+    def _collectives(self, tokens: int) -> Collectives:
+        vocab = self.partition.vocab_per_chip
+        if self.chips == 1:
+            return Collectives(vocab_per_chip=vocab)
+        kind = SequenceCollectives if self._shares(tokens) else MeshCollectives
+        return kind(vocab_per_chip=vocab, chips=self.chips)
+
+    def _shares(self, tokens: int) -> bool:
+        """Whether each chip norms its share of the tokens. The native kernels can't: they count valid tokens."""
+        fewest = self.share_tokens_from
+        if fewest is None:
+            fewest = tokens + 1 if self.platform == "cpu" else TPU_SHARED_BYTES // (4 * self.model.hidden_size)
+        return self.kernels != "native" and tokens >= max(fewest, self.chips) and tokens % self.chips == 0
 
 
 _ATTENTION: dict[Kernels, type[PagedAttention]] = {
