@@ -1,7 +1,8 @@
 """Exchange: one request at one engine, seen from its ingress.
 
-Both ways back are watched, the inbox and the Serve call that holds the request's place. Whichever says first that the
-request is over ends it, and an engine that dies or goes silent gives an error, never a wait without end.
+All ways back are watched: the inbox, the line that fills it, and the Serve call that holds the request's place. What
+says first that the request is over ends it, and an engine that dies or goes silent gives an error, never a wait without
+end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ LAST_FRAME_TIMEOUT_S = 10.0
 """Longest wait for the last tokens once the engine server said that the request has ended."""
 
 NO_ENGINE = "no engine answers; it may be starting or restarting"
+ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone; try again")
+NEVER_TAKEN = Refusal(kind=RefusalKind.MOVED, message="the engine that was chosen is gone; try again")
 LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive; try again")
 
 
@@ -42,22 +45,26 @@ class Exchange:
         self._inbox = inbox
         self._line = line
         self._call = call
+        self._taken = False
         self._started = False
         self._ended = False
         call.add_done_callback(lambda _: inbox.wake())
+        if line is not None:
+            line.watch(inbox)
 
     async def wait_until_taken(self, deadline: float) -> None:
-        """Waits for the engine's word that it has the request, or for the end of the call.
+        """Waits for the engine's word that it has the request, or for something to go wrong.
 
         Raises:
             EngineUnavailableError: the deadline (in the loop's time) has come.
         """
         try:
             async with asyncio.timeout_at(deadline):
-                if not self._call.done():
+                if not self._is_over:
                     await self._inbox.wait()
         except TimeoutError:
             raise EngineUnavailableError(NO_ENGINE) from None
+        self._taken = not self._inbox.is_empty
 
     async def next(self) -> RequestOutput:
         """What the engine has yielded since the last time; the one with a finish_reason is the last.
@@ -70,7 +77,7 @@ class Exchange:
             await self._arrival()
             output = self._inbox.take()
             if output is None:
-                return self._failure(self._call.result() or LAST_FRAME_LOST)
+                return self._failure(self._reason())
             if not self._started and _says_nothing(output):
                 continue
             self._started = True
@@ -80,21 +87,40 @@ class Exchange:
     def close(self) -> None:
         """Ends the request unless it has ended. The call of one that has ended ends by itself."""
         self._mailbox.discard(self._stream)
+        if self._line is not None:
+            self._line.unwatch(self._inbox)
         if self._ended:
             return
         if self._line is not None:
             self._line.withdraw(self._stream, self._inbox.request_id)
         self._call.cancel()
 
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._line is not None and self._line.is_lost
+
+    @property
+    def _is_over(self) -> bool:
+        return self._call.done() or self._is_cut_off
+
     async def _arrival(self) -> None:
         """Returns when there is something in the inbox, or nothing will come any more."""
-        call, inbox = self._call, self._inbox
-        if not call.done():
+        inbox = self._inbox
+        while inbox.is_empty and not self._is_over:
             await inbox.wait()
-        if call.done() and call.result() is None:  # ended well: the last frame may still be on its way
+        if inbox.is_empty and not self._is_cut_off and self._call.result() is None:  # the last frame is on its way
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
                     await inbox.wait()
+
+    def _reason(self) -> Refusal:
+        """Why nothing comes any more. A request that an engine had when it died is not tried on the next one."""
+        refusal = self._call.result() if self._call.done() else None
+        if refusal is not None and not (self._is_cut_off and refusal.kind is RefusalKind.MOVED):
+            return refusal
+        if self._is_cut_off:
+            return ENGINE_GONE if self._taken else NEVER_TAKEN
+        return LAST_FRAME_LOST
 
     def _failure(self, refusal: Refusal) -> RequestOutput:
         if self._started:

@@ -47,6 +47,10 @@ class Inbox:
         self._pending: list[frames.Row] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._pending
+
     def put(self, row: frames.Row) -> None:
         self._pending.append(row)
         self.wake()
@@ -128,6 +132,7 @@ class Line(asyncio.Protocol):
         self._secret = secret
         self._deliver = deliver
         self._lines = lines
+        self._watchers: set[Inbox] = set()
         self._shown = b""
         self._trusted = False
         self._paused = False
@@ -139,6 +144,18 @@ class Line(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether what is sent leaves now."""
         return self._transport is not None and not self._paused
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine at the other end has gone, or has dropped all requests of this line."""
+        return self._transport is None
+
+    def watch(self, inbox: Inbox) -> None:
+        """Wakes this inbox when the line is lost."""
+        self._watchers.add(inbox)
+
+    def unwatch(self, inbox: Inbox) -> None:
+        self._watchers.discard(inbox)
 
     def send(self, stream: int, request: EngineRequest) -> None:
         self._write((stream, pack_request(request)))
@@ -181,6 +198,8 @@ class Line(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._lines.discard(self)
         self._transport = None
+        for inbox in self._watchers:
+            inbox.wake()
         if self._deadline is not None:
             self._deadline.cancel()
 

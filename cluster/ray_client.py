@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
-from cluster.exchange import NO_ENGINE, Exchange, MovedError
+from cluster.exchange import ENGINE_GONE, NO_ENGINE, Exchange, MovedError
 from cluster.mailbox import Mailbox, MailboxAddress
 from cluster.messages import Question, Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
@@ -37,7 +37,6 @@ ADMISSION_TIMEOUT_S = 10.0
 """Longest wait for an engine to take a request: it says so at once, with an output that holds nothing."""
 
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
-ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone; try again")
 
 
 class RayEngineClient:

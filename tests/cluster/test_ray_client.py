@@ -313,6 +313,39 @@ async def test_a_request_whose_replica_is_gone_before_it_began_goes_to_another_o
     assert first.request_id != second.request_id  # what is still said of the first is not about the second
 
 
+async def test_an_engine_that_dies_before_serve_has_the_call_ends_the_stream_at_once(line: Line) -> None:
+    line.engine.answers = [tokens(5)]
+    generator = line.client.generate(REQUEST)
+    assert (await anext(generator)).token_ids == (5,)
+    line.outbox.close()
+    async with asyncio.timeout(5):
+        [last] = [output async for output in generator]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, exchange.ENGINE_GONE.message)
+
+
+async def test_a_request_that_an_engine_had_when_it_died_is_not_tried_on_the_next_one(line: Line) -> None:
+    line.engine.answers = [RequestOutput(request_id="r")]  # it was taken, and no more
+    task = asyncio.create_task(line.outputs())
+    while not line.engine.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    line.outbox.close()
+    with pytest.raises(EngineUnavailableError, match=exchange.ENGINE_GONE.message):
+        await task
+    assert len(line.engine.requests) == 1
+
+
+async def test_a_request_that_no_engine_had_taken_when_the_line_broke_is_sent_again(line: Line) -> None:
+    task = asyncio.create_task(line.outputs())
+    while not line.engine.requests:
+        await asyncio.sleep(0.01)
+    line.admit = line._first  # there is no line any more: the call brings the request
+    line.outbox.close()
+    [output] = await task
+    assert output.token_ids == (1,)
+    assert line.calls[-1][1] is not None
+
+
 async def test_a_request_that_finds_no_replica_in_time_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_client, "ADMISSION_TIMEOUT_S", 0.1)
 
