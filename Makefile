@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY = @echo "sliceserve:"
 
-.PHONY: help install install-dev serve test lint format docs bench lock clean
+.PHONY: help install install-dev serve test test-tp lint format docs bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,11 @@ serve: $(VENV)/.installed ## start the server (options: make serve ARGS="--port=
 
 test: $(VENV)/.installed-dev ## run the tests (some of them: make test ARGS="tests/engine -k blocks")
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-tp: $(VENV)/.installed-dev ## tensor parallelism: every size, and the main tests again on two simulated devices
+	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py
+	@$(BIN)/python -m pytest --tensor-parallel-size=2 tests/backends/jax/test_batching.py \
+	  tests/backends/jax/test_parity.py tests/e2e/test_demo_server.py
 
 lint: $(VENV)/.installed-dev ## style, formatting, types and the one-way import rule
 	@$(BIN)/ruff check --no-cache .
