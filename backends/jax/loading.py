@@ -6,7 +6,7 @@ process are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from backends.jax.checkpoint import Checkpoint
 from backends.jax.layout import ArrayShapes, ParameterLayout, StoredParameter
 from backends.jax.model import Params
 from backends.jax.storage import Array
-from engine.backend import Progress
+from engine.backend import BackendError, Progress
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ class ParameterLoader:
         """Reads everything, a layer at a time.
 
         Raises:
-            BackendError: a tensor can't be read or has the wrong shape.
+            BackendError: a tensor can't be read, has the wrong shape, or can't be quantized.
         """
         layout = self._layout
         whole = [p for p in layout.stored if not p.parameter.per_layer]
@@ -65,18 +65,22 @@ class ParameterLoader:
 
     def _read(self, p: StoredParameter, prefix: str, shapes: ArrayShapes) -> dict[str, jax.Array]:
         """A parameter's arrays, each of the given shape and sharding."""
-        encoded = [p.storage.encode(self._tensor(prefix + source.tensor)) for source in p.parameter.sources]
+        encoded = [self._encode(p, prefix + source.tensor) for source in p.parameter.sources]
 
         def part_of(name: str) -> Callable[[int], Array]:
             return lambda chip: self._layout.part(p, name, [arrays[name] for arrays in encoded], chip)
 
         return {name: self._place(shape, part_of(name)) for name, shape in shapes.items()}
 
-    def _tensor(self, name: str) -> Array:
+    def _encode(self, p: StoredParameter, name: str) -> Mapping[str, Array]:
         tensor = self._checkpoint.tensor(name)
+        try:
+            encoded = p.storage.encode(tensor)
+        except ValueError as error:
+            raise BackendError(f"{self._checkpoint.source}: tensor {name} can't be stored: {error}") from None
         self._done += self._checkpoint.num_bytes(name)
         self._progress("reading weights", self._done // MIB, self._checkpoint.total_bytes // MIB, f"MiB, {name}")
-        return tensor
+        return encoded
 
     def _place(self, shape: jax.ShapeDtypeStruct, part_of_chip: Callable[[int], Array]) -> jax.Array:
         """An array over the mesh from what each chip holds of it."""

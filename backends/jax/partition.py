@@ -38,7 +38,8 @@ class Partition:
 
     @property
     def mlp_per_chip(self) -> int:
-        return self._even(self.model.intermediate_size)
+        size = self._even(self.model.intermediate_size)
+        return size + size % 2  # also where nothing else is rounded up
 
     def local_size(self, axis: str) -> int:
         """Length of a logical axis on each chip, padding included."""

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.conftest import free_port
+from tests.e2e.server import demo_server
 
-START_S = 600.0
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--dtype=float32", "--max_running_seqs=16", "--max_model_len=1024", "--num_blocks=512"]
-    command = [str(Path(sys.executable).parent / "sliceserve"), "serve", f"--port={port}", *options]
-    with log.open("w") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_S
-        while "ready at" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-        assert server.poll() is None, "the server died during the tests"
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            raise
+    options = ("--dtype=float32", "--max_running_seqs=16", "--max_model_len=1024", "--num_blocks=512")
+    with demo_server(tmp_path_factory.mktemp("server") / "log", *options) as url:
+        yield url
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ from backends.jax.quantize import dequantize_rows, quantize_rows
 from backends.jax.sharding import create_mesh
 from backends.jax.storage import Int8Storage, PackedInt8Storage
 from backends.jax.weights import PackedInt8Weight, QuantizedWeight
-from engine.backend import no_progress
+from engine.backend import BackendError, no_progress
 from engine.config import ConfigError, EngineConfig
 from engine.request import SamplingParams
-from tests.backends.jax.engine import Answer, engine
+from tests.backends.jax.engine import Answer, engine, prompt_logits
 from tests.backends.models import tiny_llama
 
 GROUP = 256
@@ -279,6 +279,33 @@ def test_planned_weight_bytes_are_those_of_the_loaded_arrays(folder: Path, kerne
     assert quantized.weight_bytes_per_device == sum(array.nbytes for array in jax.tree.leaves(params))
     # A scale takes 4 bytes of a channel of 64 or more weights.
     assert 0.5 * full.weight_bytes_per_device < quantized.weight_bytes_per_device < 0.54 * full.weight_bytes_per_device
+
+
+@pytest.mark.parametrize("chips", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_several_chips_give_what_one_gives(tmp_path: Path, chips: int) -> None:
+    """Heads, MLP columns and vocabulary that don't divide: padded channels change nothing."""
+    sizes: dict[str, Any] = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 16, "hidden_size": 72, "vocab_size": 333}
+    model = tiny_llama(tmp_path / "model", intermediate_size=101, attention_bias=True, **sizes)
+    logits, tokens = {}, {}
+    for size in (1, chips):
+        with engine(**small(model, quantization="int8", tensor_parallel_size=size)) as running:
+            logits[size] = prompt_logits(running.backend, PROMPTS[1])
+            tokens[size] = [answer.token_ids for answer in running.run(PROMPTS[:2], GREEDY)]
+    np.testing.assert_allclose(logits[chips], logits[1], atol=1e-4)
+    assert tokens[chips] == tokens[1]
+
+
+def test_a_tensor_that_cannot_be_quantized_is_named(folder: Path) -> None:
+    class Broken(DummyCheckpoint):
+        def _read(self, name: str) -> Any:
+            tensor = super()._read(name)
+            return tensor * np.float32(np.nan) if name.endswith("1.mlp.up_proj.weight") else tensor
+
+    config = EngineConfig(model=str(folder), quantization="int8")
+    model, _ = open_model(config)
+    layout = Deployment(config, model, create_mesh(jax.local_devices()[:1]), kernels="xla").layout
+    with pytest.raises(BackendError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight .* not finite"):
+        ParameterLoader(layout, Broken(model, 0), no_progress).load()
 
 
 @pytest.fixture
