@@ -50,7 +50,6 @@ HEX_LLM_NOTES = {
     "worker_distributed_method": "`mp` is accepted; workers are Ray actors either way.",
     "num_hosts": "Not available yet: refused unless 1.",
     "data_parallel_size": "Not available yet: refused unless 1.",
-    "tensor_parallel_size": "Not available yet: refused unless 1.",
     "disagg_topo": "Not available yet: refused.",
     "enable_lora": "Not available yet: refused.",
 }
