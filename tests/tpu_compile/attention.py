@@ -60,28 +60,12 @@ def compile_attention(heads: Heads, generation: str, *, decode_only: bool) -> An
     attention = heads.attention
     assert attention.problem() is None
     mesh = Mesh(take_devices(open_topology(ONE_CHIP[generation]), 1), ("model",))
-    placed = NamedSharding(mesh, PartitionSpec())
-
-    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-
     tokens = ROWS if decode_only else 512
-    inputs = AttentionInputs(
-        positions=array(tokens),
-        token_rows=array(tokens),
-        query_starts=array(ROWS + 1),
-        kv_lens=array(ROWS),
-        block_tables=array(ROWS, -(-CONTEXT // heads.block_size)),
-        num_rows=array(1),
-        num_tokens=array(1),
-        decode_only=decode_only,
-    )
-    angles = array(tokens, heads.head_dim // 2, dtype=jnp.float32)
-    qkv = array(tokens, heads.heads + 2 * heads.kv_heads, heads.head_dim, dtype=jnp.bfloat16)
-    cache = attention.cache_shape(num_blocks(attention))
-    extra = LayerArrays(sinks=array(heads.heads, dtype=jnp.float32)) if heads.sinks else LayerArrays()
+    arguments = abstract_arguments(attention, tokens=tokens, decode_only=decode_only, sinks=heads.sinks)
+    placed = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), arguments)
 
-    def layers(cache: Any, qkv: Any, rotary: Rotary, inputs: AttentionInputs, extra: LayerArrays) -> Any:
+    def layers(qkv: Any, rotary: Rotary, cache: Any, inputs: AttentionInputs, extra: LayerArrays) -> Any:
         def one(index: jax.Array, carry: Any) -> Any:
             cache, x = carry
             out, cache = attention(x, rotary, cache, index, inputs, extra)
@@ -89,10 +73,33 @@ def compile_attention(heads: Heads, generation: str, *, decode_only: bool) -> An
 
         return jax.lax.fori_loop(0, LAYERS, one, (cache, qkv))
 
-    rotary = Rotary(cos=angles, sin=angles)
-    arguments = (array(*cache.shape, dtype=cache.dtype), qkv, rotary, inputs, extra)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # JAX's own kernel asks which chip it is for
-        return jax.jit(layers, donate_argnums=0).lower(*arguments).compile()
+        return jax.jit(layers, donate_argnums=2).lower(*arguments).compile()
+
+
+def abstract_arguments(
+    attention: PagedAttention, *, tokens: int, decode_only: bool, sinks: bool = False, context: int = CONTEXT
+) -> Any:
+    """Shapes of qkv, rotary, cache, inputs and extra, as attention takes them."""
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    heads, head_dim = attention.num_heads, attention.head_dim
+    inputs = AttentionInputs(
+        positions=array(tokens),
+        token_rows=array(tokens),
+        query_starts=array(ROWS + 1),
+        kv_lens=array(ROWS),
+        block_tables=array(ROWS, -(-context // attention.block_size)),
+        num_rows=array(1),
+        num_tokens=array(1),
+        decode_only=decode_only,
+    )
+    angles = array(tokens, head_dim // 2, dtype=jnp.float32)
+    qkv = array(tokens, heads + 2 * attention.num_kv_heads, head_dim, dtype=jnp.bfloat16)
+    extra = LayerArrays(sinks=array(heads, dtype=jnp.float32) if sinks else None)
+    return qkv, Rotary(cos=angles, sin=angles), attention.cache_shape(num_blocks(attention)), inputs, extra
 
 
 def num_blocks(attention: PagedAttention) -> int:

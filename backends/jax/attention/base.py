@@ -79,7 +79,8 @@ class PagedAttention(ABC):
     def bytes_per_block(self) -> int:
         """What a block takes on the device, all layers together, with what the layout pads."""
         cache = self.cache_shape(0)  # the dump block
-        return math.prod(cache.shape) * int(cache.dtype.itemsize)
+        elements: int = math.prod(cache.shape)
+        return elements * int(cache.dtype.itemsize)
 
     def problem(self) -> str | None:
         """Why this implementation can't be used for these shapes, in one line; None when it can."""

@@ -56,7 +56,9 @@ class XlaAttention(PagedAttention):
         out = attend(grouped, cache, layer, inputs, extra)
         if extra.v_scale is not None:
             out = out * extra.v_scale[:, None, None]
-        return out.reshape(q.shape).astype(qkv.dtype), cache
+        # Padding has read what it does not own, which may be anything.
+        is_real = jnp.arange(q.shape[0])[:, None, None] < inputs.num_tokens
+        return jnp.where(is_real, out.reshape(q.shape), 0).astype(qkv.dtype), cache
 
     def _write(
         self, k: jax.Array, v: jax.Array, cache: jax.Array, layer: jax.Array, inputs: AttentionInputs

@@ -20,7 +20,7 @@ from backends.jax.attention.pallas.tiling import BlockSizes
 from tests.backends.jax.ragged import LAYERS, Shape, Step, steps, worst_error
 
 SHAPE = Shape(tokens=24, rows=4, context=72)
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2, "int8": 1.2e-2, "float8_e4m3fn": 1.2e-2}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "int8": 8e-3, "float8_e4m3fn": 8e-3}
 """Relative to the largest output of a row. Apart from float32, queries and weights are rounded to bfloat16 (2^-9)."""
 
 
@@ -126,7 +126,7 @@ def run(case: Case, count: int, first_seed: int, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", default=",".join(TOLERANCE))
-    parser.add_argument("--steps", type=int, default=100, help="per program; each dtype has five")
+    parser.add_argument("--steps", type=int, default=115, help="per program; each dtype has five")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     report = Report()

@@ -25,9 +25,9 @@ from backends.jax.attention.pallas.words import LANES, WORD_ROW_BYTES, WordLayou
 from backends.jax.rope import Rotary
 
 VMEM_LIMIT_BYTES = 15 << 20
-"""Below the smallest chip's VMEM (v4: 16 MiB); the block sizes keep buffers and state within 10 MiB."""
-MAX_TABLE_ENTRIES = 1 << 16
-"""Blocks a row: three rows of a block table fit SMEM (1 MiB)."""
+"""Below the smallest chip's VMEM (v4: 16 MiB); the block sizes keep buffers and state within 12 MiB."""
+MAX_BLOCKS = 1 << 15
+"""Of a row: the ring of block tables takes 640 KiB of SMEM, which has 1 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,9 @@ class PallasAttention(PagedAttention):
         inputs: AttentionInputs,
         extra: LayerArrays = NOTHING_MORE,
     ) -> tuple[jax.Array, jax.Array]:
+        blocks = inputs.block_tables.shape[1]
+        if blocks > MAX_BLOCKS:
+            raise ValueError(f"rows of {blocks} blocks are too long for the TPU kernel; use a larger block_size")
         spec = self.spec(inputs.decode_only, extra.sinks is not None)
         q, k, v = self._rotated(qkv, rotary)
         new = spec.layout.pack(quantized(k, extra.k_scale, self.dtype), quantized(v, extra.v_scale, self.dtype))
@@ -145,12 +148,14 @@ class PallasAttention(PagedAttention):
         return out, cache
 
     def _cost(self, spec: KernelSpec, queries: jax.Array, tables: jax.Array, cache: jax.Array) -> pl.CostEstimate:
-        """The worst case of these shapes: every row at full width, but no more than the cache holds."""
+        """The worst case of these shapes: every row at full width; decoding, no more than the cache holds."""
         tokens, rows = queries.shape[0], tables.shape[0]
         context = tables.shape[1] * LANES * self.block_size
         tiles = rows if spec.decode_only else -(-tokens // spec.sizes.query_tile) + rows
         context = min(context, self.window or context, self.chunk or context)
-        keys = min(tiles * context, tiles * cache.shape[1] * self.block_size)
+        keys = tiles * context
+        if spec.decode_only:  # nothing but shared prefixes is read twice
+            keys = min(keys, cache.shape[1] * self.block_size)
         pairs = keys if spec.decode_only else keys * spec.sizes.query_tile
         token_bytes = spec.layout.word_rows * WORD_ROW_BYTES
         return pl.CostEstimate(

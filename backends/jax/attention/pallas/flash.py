@@ -100,15 +100,17 @@ class Flash:
         """[rows, keys]: which keys, from position `begin` on, each query row sees."""
         key = begin + lax.broadcasted_iota(jnp.int32, (self.rows, keys), 1)
         if self.query_tile == 1:
-            return (key >= self.limits.oldest(first)) & (key <= first)
-        token = lax.div(lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0), jnp.int32(self.spec.group))
-        position = first + token
-        # Whole chunks between the first query's chunk and each query's: small numbers, exact in float32.
-        chunk_start, chunk = self.limits.chunk_start(first), self.limits.chunk
-        inside = (position - chunk_start).astype(jnp.float32) + 0.5
-        chunks = jnp.floor(inside / lax.convert_element_type(chunk, jnp.float32)).astype(jnp.int32)
-        oldest = jnp.maximum(position - self.limits.window + 1, chunk_start + chunks * chunk)
-        return (key >= oldest) & (key <= position)
+            seen: jax.Array = (key >= self.limits.oldest(first)) & (key <= first)
+        else:
+            token = lax.div(lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0), jnp.int32(self.spec.group))
+            position = first + token
+            # Whole chunks between the first query's chunk and each query's: small numbers, exact in float32.
+            chunk_start, chunk = self.limits.chunk_start(first), self.limits.chunk
+            inside = (position - chunk_start).astype(jnp.float32) + 0.5
+            chunks = jnp.floor(inside / lax.convert_element_type(chunk, jnp.float32)).astype(jnp.int32)
+            oldest = jnp.maximum(position - self.limits.window + 1, chunk_start + chunks * chunk)
+            seen = (key >= oldest) & (key <= position)
+        return seen
 
     def _attend_part(self, queries: Any, block: Any, seen: jax.Array) -> None:
         layout, at_once = self.spec.layout, self._heads_at_once

@@ -33,9 +33,11 @@ class LaneAccess:
         rows = math.prod(ref.shape) // LANES
         if self.interpret:
             strided = ref[...].reshape(rows // stride, stride, LANES)
-            return lax.dynamic_index_in_dim(strided, first, axis=1, keepdims=False)
-        flat = ref.reshape(rows, LANES)
-        found: jax.Array = flat[...] if stride == 1 else flat[pl.ds(first, rows // stride, stride), :]
+            found: jax.Array = lax.dynamic_index_in_dim(strided, first, axis=1, keepdims=False)
+        elif stride == 1:
+            found = ref.reshape(rows, LANES)[...]
+        else:
+            found = ref.reshape(rows, LANES)[pl.ds(first, rows // stride, stride), :]
         return found
 
     def write(self, ref: Any, value: jax.Array) -> None:

@@ -3,10 +3,12 @@
 The keys and values of a token's kv heads on this chip are cut into *lane rows* of 128 elements: K0 V0 K1 V1 … of the
 first head, then of the next. Heads of up to 64 elements put K and V side by side into one lane row, so that no lane is
 wasted. A word row holds as many lane rows as a 32-bit word has elements (float32 1, bfloat16 2, 8 bits 4): the word in
-lane i has element i of the first lane row in its lowest bits. The cache is [layers, blocks + 1, block_size, R, 1, 128] of
-uint32, which TPUs lay out without padding whatever R is (1 kv head or 5), where a token is one contiguous piece that
-DMAs move alone, for one layout and one kernel of all dtypes. Only a token that does not fill whole words wastes memory
-(8-bit caches with one kv head a chip: half; `WordLayout.word_rows` counts it).
+lane i has element i of the first lane row in its lowest bits.
+
+So the cache is [layers, blocks + 1, block_size, R, 1, 128] uint32. TPUs lay it out without padding whatever R is (1 kv
+head or 5), a token is one contiguous piece that DMAs move alone, and one layout and one kernel do for all dtypes. Two
+things waste memory, and bytes_per_block counts both: heads that fill no whole lane rows (of 96 elements a quarter), and
+tokens that fill no whole words (8-bit caches with one kv head a chip: half).
 """
 
 from __future__ import annotations
