@@ -225,8 +225,9 @@ class Deployment:
         )
 
     def _program(self, tokens: int) -> StepProgram:
-        sampler = sample_native if self.kernels == "native" else sample_xla
-        selector = TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size)
+        native = self.kernels == "native"
+        sampler = sample_native if native else sample_xla
+        selector = TokenSelector(sampler=sampler, vocab_size=self.model.vocab_size, one_pass=native)
         return StepProgram(decoder=self._decoder(tokens), selector=selector)
 
     @property

@@ -16,6 +16,8 @@ from backends.jax.logits import LOGPROB_COLUMNS, RowParams, logprobs, rewrite_lo
 from backends.jax.sampling import Sampler
 from backends.jax.slots import SlotTables
 
+ROWS_AT_ONCE = 32
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Wanted:
 class TokenSelector:
     sampler: Sampler
     vocab_size: int
+    one_pass: bool = False
+    """For the native sampler, which is quick with greedy rows and keeps nothing but its results: no other path."""
 
     def __call__(
         self,
@@ -47,8 +51,8 @@ class TokenSelector:
         Returns:
             Chosen ids [R] int32, and packed log-probabilities [R, LOGPROB_COLUMNS], zeros if nobody wants them.
         """
-        if collectives.chips == 1:
-            return self._whole(logits, history, tables, rows, wanted, num_rows)
+        if self.one_pass and collectives.chips == 1:
+            return self._choose(logits, history, tables, rows, wanted, num_rows)
         total = logits.shape[0]
 
         def dealt_out() -> tuple[jax.Array, jax.Array]:
@@ -75,7 +79,39 @@ class TokenSelector:
         wanted: Wanted,
         num_rows: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """The same for logits of the whole vocabulary (and padding behind)."""
+        """The same for logits of the whole vocabulary (and padding behind), a few rows at one time: choosing takes
+        several times the memory of the logits."""
+        total = logits.shape[0]
+        size = min(total, ROWS_AT_ONCE)
+        if self.one_pass or size == total:
+            return self._choose(logits, history, tables, rows, wanted, num_rows)
+
+        def one_group(number: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            start = jnp.minimum(number * size, total - size)  # the last one overlaps the one before
+
+            def part(x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+            valid = jnp.clip(num_rows - start, 0, size)
+            new = self._choose(part(logits), history, tables, jax.tree.map(part, rows), wanted, valid)
+            ids, packed = (
+                jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(chosen, new, strict=True)
+            )
+            return ids, packed
+
+        nothing = (jnp.zeros(total, jnp.int32), no_logprobs(total))
+        ids, packed = jax.lax.fori_loop(0, -(-total // size), one_group, nothing)
+        return ids, packed
+
+    def _choose(
+        self,
+        logits: jax.Array,
+        history: jax.Array,
+        tables: SlotTables,
+        rows: RowParams,
+        wanted: Wanted,
+        num_rows: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         logits = logits[:, : self.vocab_size]
         final = jax.lax.cond(wanted.rewrites, lambda: rewrite_logits(logits, history, tables, rows), lambda: logits)
         chosen = self.sampler(final, rows, num_rows)
