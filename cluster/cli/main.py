@@ -17,6 +17,7 @@ commands:
   chat     talk to a running server in the terminal
   bench    put load on a server and measure it
   plan     find out what a model needs and can reach on TPU slices, without one
+  compile  compile a deployment's programs for a TPU slice, without one
 
 sliceserve COMMAND --help lists a command's flags; sliceserve --version prints the version.
 """
@@ -68,7 +69,19 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "chat": _chat, "bench": _bench, "plan": _plan}
+def _compile(argv: Sequence[str]) -> int:
+    from cluster.cli.compile import compile_command
+
+    return compile_command(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "bench": _bench,
+    "plan": _plan,
+    "compile": _compile,
+}
 
 
 if __name__ == "__main__":
