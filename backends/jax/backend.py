@@ -20,7 +20,7 @@ from backends.jax.compilation import (
     programs_dir,
 )
 from backends.jax.deployment import Deployment
-from backends.jax.hardware import Hardware, select_platform
+from backends.jax.hardware import Hardware, check_hardware, select_platform
 from backends.jax.idle import idle_batch
 from backends.jax.kernels import Kernels, choose_kernels
 from backends.jax.loading import ParameterLoader
@@ -57,9 +57,10 @@ class JaxBackend(Backend):
         if self._info is not None:
             return self._info
         config = self._config
+        check_hardware(config)  # at once; a model may have to be downloaded
+        model, checkpoint = open_model(config)
         hardware = select_platform(config)
         devices = jax.local_devices()[: config.tensor_parallel_size]
-        model, checkpoint = open_model(config)
         enable_persistent_cache(cache_dir(config), devices)
         kernels = choose_kernels(config, model, hardware.platform)
         deployment = Deployment(config, model, create_mesh(devices), kernels=kernels)
