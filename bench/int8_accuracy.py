@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DEFAULT_TEXT)
     parser.add_argument("--tokens", type=int, default=1024)
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # libtpu may be installed, as a compiler
     pieces = tokens_of(args.model, args.text.read_text(), args.tokens)
     deployment, reference = load(REFERENCE, args.model)
     run = logits_of(deployment, reference)

@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="whose matrices")
     parser.add_argument("--rounds", type=int, default=25, help="products per storage and number of rows")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # libtpu may be installed, as a compiler
     native.load_kernels(default_cache_dir())
     totals: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
     for out, inner in MODELS[args.model].matrices:
