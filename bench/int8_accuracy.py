@@ -107,9 +107,10 @@ def compare(pieces: NDArray[np.int32], expected: list[Logits], found: list[Logit
 def tokens_of(model_name: str, text: str, count: int) -> NDArray[np.int32]:
     """The text's first tokens, [pieces, CONTEXT]."""
     ids = load_tokenizer(EngineConfig(model=model_name)).encode(text)
-    pieces = min(count, len(ids)) // CONTEXT
+    available = min(count, len(ids))
+    pieces = available // CONTEXT
     if pieces == 0:
-        raise SystemExit(f"the text has {len(ids)} tokens; {CONTEXT} are needed at least")
+        raise SystemExit(f"{available} tokens are too few: text and --tokens must have {CONTEXT} at least")
     return np.array(ids[: pieces * CONTEXT], np.int32).reshape(pieces, CONTEXT)
 
 
