@@ -10,15 +10,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from backends.jax.analysis import measure_traffic, parse_hlo
+from backends.jax.aot import compile_step, open_deployment
 from backends.jax.topology import open_topology, take_devices
 from backends.jax.weights import QuantizedWeight
+from engine.config import EngineConfig
+from tests.backends.jax.configs import LLAMA_8B
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'")
 
 LAYERS = 4
 ONE_CHIP = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "tpu7x": "tpu7x:1x1x1"}
-LLAMA_8B = (28672, 4096)  # gate_up, [out, in]
-LLAMA_70B_OVER_16_CHIPS = (3584, 8192)
+GATE_UP_8B = (28672, 4096)  # [out, in]
+GATE_UP_70B_OVER_16_CHIPS = (3584, 8192)
 
 
 def compile_for(topology: str, program: Any, *shapes: Any) -> Any:
@@ -55,12 +58,12 @@ def mlp(up: QuantizedWeight, down: QuantizedWeight, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("generation", "matrix", "tokens"),
     [
-        ("v5e", LLAMA_8B, 8),
-        ("v5e", LLAMA_70B_OVER_16_CHIPS, 64),
-        ("v5e", LLAMA_70B_OVER_16_CHIPS, 256),
-        ("v6e", LLAMA_8B, 8),
-        ("v5p", LLAMA_70B_OVER_16_CHIPS, 8),
-        ("tpu7x", LLAMA_70B_OVER_16_CHIPS, 8),
+        ("v5e", GATE_UP_8B, 8),
+        ("v5e", GATE_UP_70B_OVER_16_CHIPS, 64),
+        ("v5e", GATE_UP_70B_OVER_16_CHIPS, 256),
+        ("v6e", GATE_UP_8B, 8),
+        ("v5p", GATE_UP_70B_OVER_16_CHIPS, 8),
+        ("tpu7x", GATE_UP_70B_OVER_16_CHIPS, 8),
     ],
 )
 def test_a_loop_over_layers_reads_packed_bytes_once(generation: str, matrix: tuple[int, int], tokens: int) -> None:
@@ -90,3 +93,13 @@ def test_an_embedding_reads_the_rows_it_takes() -> None:
     compiled = compile_for("v5e:1x1", lambda table, ids: table.take_rows(ids), table, ids)
     assert measure_traffic(parse_hlo(compiled.as_text())).hbm_bytes < 4 << 20
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+@pytest.mark.matrix
+def test_a_whole_decode_step_reads_its_share_of_the_packed_weights_once() -> None:
+    config = EngineConfig(quantization="int8", tensor_parallel_size=4, max_model_len=2048, max_running_seqs=8)
+    deployment = open_deployment(config, LLAMA_8B, "v5e:2x2")
+    report = compile_step(deployment, next(s for s in deployment.step_shapes if s.decode_only), num_blocks=64)
+    embedding = num_bytes(weight(LLAMA_8B.vocab_size // 4, LLAMA_8B.hidden_size))  # of which a step takes a few rows
+    assert report.hbm_bytes == pytest.approx(deployment.weight_bytes_per_device - embedding, rel=0.02)
+    assert report.temp_bytes < 0.01 * deployment.weight_bytes_per_device
