@@ -66,20 +66,24 @@ class WordLayout:
 
     def pack(self, keys: jax.Array, values: jax.Array) -> jax.Array:
         """Keys and values [T, kv_heads, d] of the cache's dtype -> [T, R, 1, 128] uint32."""
-        tokens = keys.shape[0]
         width = LANES // 2 if self.side_by_side else LANES * self.chunks
-        both = jnp.stack([keys, values], axis=2)  # [T, kv_heads, 2, d]
-        both = jnp.pad(both, ((0, 0), (0, 0), (0, 0), (0, width - self.head_dim)))
-        if not self.side_by_side:
-            both = both.reshape(tokens, self.num_kv_heads, 2, self.chunks, LANES).swapaxes(2, 3)
-        lane_rows = both.reshape(tokens, -1, LANES)
-        missing = self.word_rows * self.packing - lane_rows.shape[1]
-        lane_rows = jnp.pad(lane_rows, ((0, 0), (0, missing), (0, 0)))
-        bits = jax.lax.bitcast_convert_type(lane_rows, _UNSIGNED[self.itemsize]).astype(jnp.uint32)
-        words = bits[:, 0 :: self.packing]
-        for part in range(1, self.packing):
-            words |= bits[:, part :: self.packing] << (8 * self.itemsize * part)
+        both = [self._bits(jnp.pad(x, ((0, 0), (0, 0), (0, width - self.head_dim)))) for x in (keys, values)]
+        if self.side_by_side:
+            both = [jnp.concatenate(both, axis=-1)]
+        lane_rows = [x.reshape(x.shape[0], -1, LANES) for x in both]
+        if self.packing == 1:
+            words = jnp.stack(lane_rows, axis=2)
+            return words.reshape(words.shape[0], self.word_rows, 1, LANES)
+        # K and V of a head share words first, then several heads.
+        words = sum((x << (8 * self.itemsize * i) for i, x in enumerate(lane_rows)), start=jnp.uint32(0))
+        sharing = self.packing // len(lane_rows)
+        words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % sharing), (0, 0)))
+        shift = 32 // sharing
+        words = sum((words[:, i::sharing] << (shift * i) for i in range(sharing)), start=jnp.uint32(0))
         return words[:, :, None, :]
+
+    def _bits(self, x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, _UNSIGNED[self.itemsize]).astype(jnp.uint32)
 
     def unpack(self, words: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[..., R, 1, 128] uint32 -> keys and values [..., kv_heads, d] of the cache's dtype."""
