@@ -43,7 +43,7 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
     engine = serve.deployment(
         name="Engine",
         num_replicas=config.data_parallel_size,
-        ray_actor_options={"num_cpus": ENGINE_CPUS},
+        ray_actor_options={"num_cpus": ENGINE_CPUS, "resources": _accelerators(config)},
         # The engine's own bounded queue decides who is refused; Serve's limits lie beyond it.
         max_ongoing_requests=requests + SPARE_CALLS,
         max_queued_requests=requests,
@@ -68,3 +68,11 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
         logging_config=logging_config,
     )(ray_compat.late_bound_ingress(IngressServer))
     return ingress.bind(config, engine, log_level)
+
+
+def _accelerators(config: EngineConfig) -> dict[str, float]:
+    """What an engine replica reserves. Ray shows a process the TPU chips that it reserved and no others, so that several
+    replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips."""
+    if config.backend != "tpu" or config.data_parallel_size == 1:
+        return {}
+    return {"TPU": float(config.tensor_parallel_size)}

@@ -166,7 +166,12 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = option(
         1, "Devices that share each layer. On CPU, simulated ones.", group=PARALLEL, ge=1, le=1024
     )
-    data_parallel_size: int = option(1, "Engine replicas behind the router.", group=PARALLEL, ge=1)
+    data_parallel_size: int = option(
+        1,
+        "Engine replicas behind the router, each with `tensor_parallel_size` devices, weights and a KV cache of its own.",
+        group=PARALLEL,
+        ge=1,
+    )
     num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
     disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
     worker_distributed_method: Literal["ray", "mp"] = option(
@@ -211,7 +216,6 @@ class EngineConfig(BaseModel):
     def _refuse_what_is_not_built(self) -> Self:
         unavailable = {
             "num_hosts": self.num_hosts != 1,
-            "data_parallel_size": self.data_parallel_size != 1,
             "disagg_topo": self.disagg_topo is not None,
             "enable_lora": self.enable_lora,
             "max_lora_rank": self.max_lora_rank != 16,

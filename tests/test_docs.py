@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NOT_YET = {
     "num_hosts": "2",
-    "data_parallel_size": "2",
     "disagg_topo": "1,1",
     "enable_lora": "true",
 }

@@ -173,6 +173,7 @@ class Deployment:
         Raises:
             BackendError: what the options ask for does not fit.
         """
+        sharing = self.chips * self.config.data_parallel_size  # simulated devices of one host's memory
         return plan_kv_cache(
             self.config,
             weight_bytes=self.weight_bytes_per_device,
@@ -181,7 +182,7 @@ class Deployment:
             model_max_len=self.model.max_position,
             max_rows=self.config.max_decode_seqs,
             device_bytes=device_bytes,
-            kv_limit=CPU_DEFAULT_KV_BYTES // self.chips if self.platform == "cpu" else None,
+            kv_limit=CPU_DEFAULT_KV_BYTES // sharing if self.platform == "cpu" else None,
         )
 
     def within(self, plan: KVPlan) -> Deployment:

@@ -117,6 +117,8 @@ def choose_platform(config: EngineConfig, tpu: AttachedTpu | None, *, libtpu: bo
     if not libtpu:
         instead = "" if config.backend == "tpu" else ", or use backend=cpu"
         raise BackendError(f"this machine has a TPU ({tpu}), but libtpu is not installed: {INSTALL_LIBTPU}{instead}")
+    if config.backend == "auto" and config.data_parallel_size > 1:
+        raise BackendError("data_parallel_size on a TPU needs backend=tpu, so that each replica reserves its own chips")
     return "tpu"
 
 

@@ -114,7 +114,8 @@ def _num_blocks(
 
 
 def cpu_memory_bytes(config: EngineConfig) -> int:
-    """The memory to plan with on CPU, over all simulated devices: as the option says, else a share of the free RAM."""
+    """The memory one engine plans with on CPU, over all its simulated devices: as the option says, else a share of the
+    free RAM, which the other engine replicas of this machine take a part of, too."""
     if config.device_memory_gib is not None:
         return int(config.device_memory_gib * GIB)
-    return int(free_ram_bytes() * CPU_SHARE_OF_FREE_RAM)
+    return int(free_ram_bytes() * CPU_SHARE_OF_FREE_RAM) // config.data_parallel_size

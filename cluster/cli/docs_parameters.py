@@ -49,7 +49,6 @@ HEX_LLM_NOTES = {
     "enable_chunked_prefill": "On by default; turn it off with `--no-enable_chunked_prefill`.",
     "worker_distributed_method": "`mp` is accepted; workers are Ray actors either way.",
     "num_hosts": "Not available yet: refused unless 1.",
-    "data_parallel_size": "Not available yet: refused unless 1.",
     "disagg_topo": "Not available yet: refused.",
     "enable_lora": "Not available yet: refused.",
 }

@@ -13,6 +13,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 import serve_app
 from backends import check_model
+from cluster.app import build_app
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
 from engine.text.files import check_text_files
@@ -23,6 +24,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.yaml"
 def test_serve_builds_the_application_from_key_value_strings() -> None:
     options = {"model": "smollm2", "max_model_len": "4096", "backend": "mock", "num_ingress_replicas": "2"}
     assert isinstance(build_as_serve_does(serve_app.app, options), Application)
+
+
+def test_replicas_that_share_a_tpu_host_reserve_their_chips() -> None:
+    options = {"backend": "tpu", "data_parallel_size": 2, "tensor_parallel_size": 4}
+    assert engine_resources(options) == {"TPU": 4.0}
+    assert engine_resources({**options, "data_parallel_size": 1}) == {}
+    assert engine_resources({**options, "backend": "cpu"}) == {}
+
+
+def engine_resources(options: dict[str, object]) -> dict[str, float]:
+    engine = build_app(options)._bound_deployment.init_args[1]
+    resources: dict[str, float] = engine._bound_deployment.ray_actor_options.get("resources", {})
+    return resources
 
 
 def test_serve_builds_the_application_without_options() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.cluster.apps import completion, deployed, eventually, replica_processes
+from tests.cluster.apps import completion, deployed, eventually, metric, replica_processes
 
 
 def health(url: str) -> httpx.Response:
@@ -27,6 +27,21 @@ def test_an_engine_that_dies_ends_its_streams_with_an_error_and_is_replaced(serv
         eventually(lambda: completion(url).status_code == 200, 60)
         assert replica_processes("frail", "Engine") != [engine]
         assert health(url).status_code == 200
+
+
+def test_two_engines_share_the_load_and_one_goes_on_when_the_other_dies(serve_url: str) -> None:
+    with deployed(serve_url, "pair", mock_step_ms=20, data_parallel_size=2) as url:
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: completion(url, max_tokens=50), range(16)))
+        assert [answer.status_code for answer in answers] == [200] * 16
+        generated = metric(url, "vllm:generation_tokens_total")
+        assert sum(generated.values()) == 16 * 50
+        assert len(generated) == 2
+        assert min(generated.values()) >= 4 * 50
+        replica_processes("pair", "Engine")[0].kill()
+        eventually(lambda: len(metric(url, "vllm:generation_tokens_total")) == 1)
+        assert [completion(url).status_code for _ in range(8)] == [200] * 8
+        eventually(lambda: len(metric(url, "vllm:generation_tokens_total")) == 2, 60)
 
 
 def test_an_engine_that_hangs_says_so_its_clients_get_an_error_and_it_is_replaced(serve_url: str) -> None:

@@ -74,6 +74,13 @@ def test_tpu_without_a_tpu_says_what_to_do() -> None:
         choose_platform(EngineConfig(backend="tpu"), None, libtpu=True)
 
 
+def test_several_replicas_on_a_tpu_have_to_reserve_their_chips() -> None:
+    tpu = AttachedTpu(chips=4, generation="v5e")
+    with pytest.raises(BackendError, match="needs backend=tpu"):
+        choose_platform(EngineConfig(data_parallel_size=2), tpu, libtpu=True)
+    assert choose_platform(EngineConfig(backend="tpu", data_parallel_size=2), tpu, libtpu=True) == "tpu"
+
+
 @pytest.mark.parametrize("backend", ["auto", "tpu"])
 def test_a_tpu_without_libtpu_says_how_to_install_it(backend: str) -> None:
     with pytest.raises(BackendError, match=r"pip install 'sliceserve\[tpu\]'"):
