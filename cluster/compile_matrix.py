@@ -62,6 +62,7 @@ class Proof:
     hbm_bytes: int  # what the chip gives to programs
     weight_bytes: int
     kv_tokens: int  # capacity of the KV cache
+    num_layers: int
     num_programs: int  # of the whole deployment
     decode: ProgramReport
     prefill: ProgramReport | None  # the step with most tokens and rows
@@ -113,6 +114,7 @@ def prove(case: Case, *, prefill: bool = True) -> Proof:
         hbm_bytes=hbm,
         weight_bytes=deployment.weight_bytes_per_device,
         kv_tokens=plan.num_blocks * config.block_size,
+        num_layers=deployment.model.num_layers,
         num_programs=len(shapes),
         decode=decode,
         prefill=compile_step(deployment, largest, plan.num_blocks) if prefill else None,

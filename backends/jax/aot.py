@@ -148,10 +148,12 @@ def without_cache(cache_shape: tuple[int, ...]) -> KernelBytes:
 def _compile_problem(error: Exception) -> str:
     """The compiler's refusal in one line."""
     text = str(error)
-    used = re.search(r"Used ([\d.]+[KMGT]) of ([\d.]+[KMGT]) hbm", text)
+    size = r"([\d.]+[KMGT])"
+    used = re.search(rf"Used {size} of {size} hbm|required .*\({size}\) exceeds available HBM \({size}\)", text)
     if used:
+        needed, available = filter(None, used.groups())
         return (
-            f"the program needs {used[1]}iB of {used[2]}iB HBM per chip; "
+            f"the program needs {needed}iB of {available}iB HBM per chip; "
             "use fewer KV blocks, more chips or int8 weights"
         )
     return f"the TPU compiler refuses the program: {first_line(error)}"
