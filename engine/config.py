@@ -168,7 +168,7 @@ class EngineConfig(BaseModel):
     )
     data_parallel_size: int = option(
         1,
-        "Engine replicas behind the router, each with devices (`tensor_parallel_size`), weights and KV cache of its own.",
+        "Engine replicas behind the router, each with `tensor_parallel_size` devices, weights and KV cache of its own.",
         group=PARALLEL,
         ge=1,
     )
