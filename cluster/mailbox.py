@@ -191,7 +191,7 @@ class Line(asyncio.Protocol):
                     self._deliver(frame)
                 else:
                     [[self.replica]] = frame
-        except (frames.FrameError, ValueError) as error:  # nothing that follows can be understood
+        except (frames.FrameError, TypeError, ValueError) as error:  # nothing that follows can be understood
             logger.error("tokens of an engine are lost: %s", first_line(error))
             self.close()
 

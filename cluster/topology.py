@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-GIB = 1 << 30
 PRICES_AS_OF = "2025-12"
 
 

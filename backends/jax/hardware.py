@@ -175,9 +175,3 @@ def device_memory(device: jax.Device) -> int:
     if "bytes_limit" not in statistics:
         raise BackendError(f"the memory of {device.device_kind} is unknown: set device_memory_gib")
     return int(statistics["bytes_limit"])
-
-
-def free_device_memory(device: jax.Device) -> int:
-    """Bytes of a TPU device that nothing has taken yet."""
-    statistics = device.memory_stats() or {}
-    return device_memory(device) - int(statistics.get("bytes_in_use", 0))

@@ -6,6 +6,7 @@ options that the server needs.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ def compile_command(argv: Sequence[str]) -> int:
         topology = _tpu_slice(flags.topology)
         threads = _positive("threads", flags.threads)
         config = EngineConfig.from_args({**given(flags), "backend": "tpu"})
+        if config.compilation_cache_dir is not None:
+            raise FlagError("--compilation_cache_dir is the server's option; say here where to with --out")
         return _compile(config, topology, Path(flags.out).expanduser(), threads)
     except (FlagError, ConfigError, TopologyError) as error:
         print(f"sliceserve compile: {error}", file=sys.stderr)
@@ -84,7 +87,7 @@ def _server_options(config: EngineConfig, num_blocks: int, max_model_len: int, o
     """The command line whose programs these are."""
     options = {name: getattr(config, name) for name in sorted(config.model_fields_set)}
     options |= {"num_blocks": num_blocks, "max_model_len": max_model_len, "compilation_cache_dir": out}
-    return "sliceserve serve " + " ".join(f"--{name}={value}" for name, value in options.items())
+    return shlex.join(("sliceserve", "serve", *(f"--{name}={value}" for name, value in options.items())))
 
 
 def _parser() -> FlagParser:

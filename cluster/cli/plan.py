@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import FlagError, FlagParser
 from cluster.plan.errors import PlanError
@@ -16,10 +16,15 @@ from cluster.plan.workload import EXAMPLE, SLO_EXAMPLE, Slo, Workload
 from cluster.topology import GENERATIONS, TopologyError, TpuSlice, find_topology, tpu_slices
 from engine.config import ConfigError, EngineConfig
 
+if TYPE_CHECKING:
+    from cluster.plan.search import Rank
+
 DESCRIPTION = """Find out what a model needs on a TPU slice and what it can reach there: memory and KV capacity, the
 roofline of its steps, bounds for throughput and latency, cost. Compiles the real programs; needs neither TPU nor
 weights. docs/plan.md explains the numbers."""
 SHOWN = 10  # candidates of a search
+RANK: Rank = "cost"
+MAX_CHIPS = 64
 COMPILED = 2  # of them are compiled
 _ENGINE_OPTIONS = (
     *("max_model_len", "hbm_utilization_factor", "max_decode_seqs", "max_num_batched_tokens", "block_size"),
@@ -47,6 +52,11 @@ def _complain(error: Exception, code: int) -> int:
 
 class _Comparison:
     """--compare."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        for name in ("model", "topology", "search", "json", "chart"):
+            if getattr(flags, name):
+                raise FlagError(f"--compare prints one fixed table; leave --{name} out")
 
     def run(self) -> int:
         from cluster.plan.calibration import EXPECTED
@@ -79,7 +89,7 @@ class _Task:
             check_chart(flags.chart)
 
     def request(self, topology: Any, tensor_parallel: int, data_parallel: int, model: Any) -> Any:
-        from cluster.plan.request import STEP_TOKENS, PlanRequest
+        from cluster.plan.request import PlanRequest, default_step_tokens
 
         prefill, decode = self.flags.disagg_topo or (0, 0)
         window = self.engine.sliding_window
@@ -93,11 +103,12 @@ class _Task:
             max_model_len=self.engine.max_model_len,
             utilization=self.engine.hbm_utilization_factor,
             max_rows=self.engine.max_decode_seqs,
-            step_tokens=self.engine.max_num_batched_tokens or max(STEP_TOKENS, self.engine.max_decode_seqs),
+            step_tokens=self.engine.max_num_batched_tokens or default_step_tokens(self.engine.max_decode_seqs),
             block_size=self.engine.block_size,
             workload=self.workload,
             prefill_slices=prefill,
             decode_slices=decode,
+            sliding_window=window,
         )
 
 
@@ -145,7 +156,9 @@ class _Search(_Task):
             if getattr(flags, name) is not None:
                 raise FlagError(f"--{name} belongs to one plan; --search varies it: leave one of them out")
         self.slo = Slo() if flags.slo is None else Slo.parse(flags.slo)
-        self.slices = _slices(flags.topology, flags.max_chips)
+        self.rank: Rank = flags.rank or RANK
+        self.max_chips: int = flags.max_chips or MAX_CHIPS
+        self.slices = _slices(flags.topology, self.max_chips)
 
     def run(self) -> int:
         from cluster.plan.models import open_model_config
@@ -157,11 +170,11 @@ class _Search(_Task):
             request=self.request(self.slices[0], 1, 1, model),
             slices=self.slices,
             quantizations=(None, "int8") if self.flags.quantization is None else (self.flags.quantization,),
-            max_chips=self.flags.max_chips,
+            max_chips=self.max_chips,
         )
-        found = search(space, self.slo, self.prices, self.flags.rank)[:SHOWN]
+        found = search(space, self.slo, self.prices, self.rank)[:SHOWN]
         if self.flags.compile:
-            found = ranked([*map(self._compiled, found[:COMPILED]), *found[COMPILED:]], self.flags.rank)
+            found = ranked([*map(self._compiled, found[:COMPILED]), *found[COMPILED:]], self.rank)
         if self.flags.json:
             print(json.dumps(search_json(found, self.prices), indent=2))
         else:
@@ -189,11 +202,12 @@ def _compile(request: Any) -> Any:
 
 def _task(flags: argparse.Namespace) -> _Comparison | _Plan | _Search:
     if flags.compare:
-        return _Comparison()
+        return _Comparison(flags)
     if flags.search:
         return _Search(flags)
-    if flags.slo is not None:
-        raise FlagError("--slo is for --search, which keeps only what is expected to meet it")
+    for name in ("slo", "rank", "max_chips"):
+        if getattr(flags, name) is not None:
+            raise FlagError(f"--{name} is for --search; add it, or leave --{name} out")
     return _Plan(flags)
 
 
@@ -226,10 +240,8 @@ def _parser() -> FlagParser:
     search = parser.add_argument_group("Search")
     search.add_argument("--search", action="store_true", help="rank slices, quantization, TP, DP and disaggregation")
     search.add_argument("--slo", help=f"keep what is expected to meet it: {SLO_EXAMPLE}")
-    search.add_argument(
-        "--rank", choices=["cost", "throughput"], default="cost", help="what is best (default: %(default)s)"
-    )
-    search.add_argument("--max_chips", type=_positive, default=64, help="of the deployment (default: %(default)s)")
+    search.add_argument("--rank", choices=["cost", "throughput"], help=f"what is best (default: {RANK})")
+    search.add_argument("--max_chips", type=_positive, help=f"of the deployment (default: {MAX_CHIPS})")
     output = parser.add_argument_group("Report")
     output.add_argument("--prices", type=Path, help="JSON or YAML with dollars per chip-hour: {'v6e': 1.9}")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -43,9 +43,9 @@ def _int8(request: PlanRequest) -> str | None:
 
 
 def _context(request: PlanRequest) -> str | None:
-    """The longest context that fits, in whole powers of two."""
+    """The longest context that fits and holds the workload's requests, in whole powers of two."""
     length = 1 << ((request.max_model_len or request.model.max_position) - 1).bit_length() - 1
-    while length >= _SHORTEST:
+    while length >= max(_SHORTEST, request.workload.tokens):
         if fits(replace(request, max_model_len=length)):
             return f"with max_model_len={length}"
         length //= 2

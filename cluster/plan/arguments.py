@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.plan.planner import Plan
+from cluster.plan.request import PlanRequest, default_step_tokens
 from cluster.topology import NeuronInstance
 from engine.config import ConfigError, EngineConfig
 
@@ -45,13 +46,26 @@ def _options(plan: Plan) -> dict[str, Any]:
         options["tensor_parallel_size"] = request.tensor_parallel
     if request.data_parallel > 1:
         options["data_parallel_size"] = request.data_parallel
-    if not isinstance(request.topology, NeuronInstance) and request.topology.num_hosts > 1:
-        options["num_hosts"] = request.topology.num_hosts
+    if hosts_per_group(request) > 1:
+        options["num_hosts"] = hosts_per_group(request)
     if request.quantization is not None:
         options["quantization"] = request.quantization
+    if request.block_size != EngineConfig.model_fields["block_size"].default:
+        options["block_size"] = request.block_size
+    if request.step_tokens != default_step_tokens(max(1, rows)):
+        options["max_num_batched_tokens"] = request.step_tokens
+    if request.sliding_window is not None:
+        options["sliding_window"] = request.sliding_window
     if request.prefill_slices:
         options["disagg_topo"] = f"{request.prefill_slices},{request.decode_slices}"
     return options
+
+
+def hosts_per_group(request: PlanRequest) -> int:
+    """Hosts that the devices of one tensor-parallel group are on; one replica's `num_hosts`."""
+    if isinstance(request.topology, NeuronInstance):
+        return 1
+    return -(-request.tensor_parallel // (request.topology.chips_per_host * request.devices_per_chip))
 
 
 def _is_taken(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from cluster.plan.errors import PlanError
 from cluster.plan.estimate import Performance
 from cluster.plan.planner import Plan, make_plan
 from cluster.plan.prices import Prices
-from cluster.topology import GIB
+from engine.config import GIB
 
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _COLORS = {

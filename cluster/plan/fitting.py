@@ -5,7 +5,8 @@ from __future__ import annotations
 from cluster.plan.memory import MemoryPlan, plan_memory
 from cluster.plan.programs import Programs, formula_programs
 from cluster.plan.request import PlanRequest
-from cluster.topology import GIB, NeuronInstance, TpuSlice
+from cluster.topology import NeuronInstance, TpuSlice
+from engine.config import GIB
 
 
 def fits(request: PlanRequest) -> bool:

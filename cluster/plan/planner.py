@@ -16,7 +16,8 @@ from cluster.plan.prices import Prices
 from cluster.plan.programs import Programs, formula_programs
 from cluster.plan.request import PlanRequest, check_context
 from cluster.plan.roofline import Efficiency, Peaks, StepTime, step_time
-from cluster.topology import GIB, NeuronInstance, TpuSlice
+from cluster.topology import NeuronInstance, TpuSlice
+from engine.config import GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

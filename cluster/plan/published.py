@@ -14,7 +14,8 @@ from cluster.plan.estimate import Group, Performance, unified
 from cluster.plan.roofline import Efficiency, Peaks, prefill_s
 from cluster.plan.sizing import Shard
 from cluster.plan.workload import Workload
-from cluster.topology import GIB, TpuSlice, find_topology
+from cluster.topology import TpuSlice, find_topology
+from engine.config import GIB
 
 _MEMORY_SHARE = 0.9
 

@@ -9,6 +9,7 @@ from cluster.plan.estimate import Performance
 from cluster.plan.notes import notes_on
 from cluster.plan.planner import Plan, StepReport
 from cluster.plan.prices import Prices
+from cluster.plan.request import PlanRequest
 from cluster.topology import NeuronInstance, TpuSlice
 
 
@@ -19,16 +20,7 @@ def to_json(plan: Plan, prices: Prices) -> dict[str, Any]:
     return {
         "model": request.model_name,
         "topology": _topology(request.topology),
-        "options": {
-            "tensor_parallel_size": request.tensor_parallel,
-            "data_parallel_size": request.data_parallel,
-            "quantization": request.quantization,
-            "disagg_topo": f"{request.prefill_slices},{request.decode_slices}" if request.prefill_slices else None,
-            "hbm_utilization_factor": request.utilization,
-            "max_running_seqs": request.max_rows,
-            "max_num_batched_tokens": request.step_tokens,
-            "block_size": request.block_size,
-        },
+        "options": _options(request),
         "workload": {
             "input_tokens": request.workload.input_tokens,
             "output_tokens": request.workload.output_tokens,
@@ -60,6 +52,19 @@ def to_json(plan: Plan, prices: Prices) -> dict[str, Any]:
         "notes": notes_on(plan),
         "server_arguments": list(arguments.available),
         "not_available_yet": list(arguments.pending),
+    }
+
+
+def _options(request: PlanRequest) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": request.tensor_parallel,
+        "data_parallel_size": request.data_parallel,
+        "quantization": request.quantization,
+        "disagg_topo": f"{request.prefill_slices},{request.decode_slices}" if request.prefill_slices else None,
+        "hbm_utilization_factor": request.utilization,
+        "max_running_seqs": request.max_rows,
+        "max_num_batched_tokens": request.step_tokens,
+        "block_size": request.block_size,
     }
 
 

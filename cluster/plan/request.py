@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.jax.deployment import TPU_CHUNK_TOKENS
 from backends.jax.model_config import ModelConfig
 from cluster.plan.errors import PlanError
 from cluster.plan.sizing import Shard, usable_tensor_parallel
 from cluster.plan.workload import Workload
 from cluster.topology import NeuronInstance, TpuSlice
-
-STEP_TOKENS = 2048
-"""Default step budget of the TPU backend."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +30,7 @@ class PlanRequest:
     workload: Workload
     prefill_slices: int = 0  # of a disaggregated deployment; 0: every slice does both
     decode_slices: int = 0
+    sliding_window: int | None = None  # asked for in place of the model's, and part of `model` already; tokens
 
     @property
     def shard(self) -> Shard:
@@ -44,6 +43,11 @@ class PlanRequest:
     @property
     def num_slices(self) -> int:
         return max(1, self.prefill_slices + self.decode_slices)
+
+
+def default_step_tokens(max_rows: int) -> int:
+    """What the TPU backend takes for max_num_batched_tokens where it isn't given, with chunked prefill."""
+    return max(TPU_CHUNK_TOKENS, max_rows)
 
 
 def choose_parallelism(

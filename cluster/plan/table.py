@@ -9,7 +9,8 @@ from cluster.plan.calibration import TYPICAL_ERROR
 from cluster.plan.notes import notes_on
 from cluster.plan.planner import PerformancePlan, Plan, StepReport
 from cluster.plan.prices import Prices
-from cluster.topology import GIB, NeuronInstance, TpuSlice
+from cluster.topology import NeuronInstance, TpuSlice
+from engine.config import GIB
 
 LEGEND = (
     "bound: these programs can't be faster on this hardware. expected: what other TPU servers reach of their bounds,",

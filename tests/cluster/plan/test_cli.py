@@ -71,6 +71,27 @@ def test_a_folder_a_config_file_a_hub_id_and_a_gguf_file_are_models(
     assert "of the heads that devices hold are copies or padding: 9 query and 3 KV heads over 2 devices" in out
 
 
+def test_the_printed_command_repeats_the_options_that_were_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--block_size=8", "--max_num_batched_tokens=4096", "--sliding_window=2048", "--quantization=int8"]
+    _, out, _ = run(capsys, "--model=meta-llama/Llama-3.1-8B", *ON_V5E, *asked, "--json")
+    assert set(asked) < set(json.loads(out)["server_arguments"])
+    _, out, _ = run(capsys, "--model=meta-llama/Llama-3.1-8B", *ON_V5E, "--json")
+    assert not any("block_size" in flag or "batched" in flag for flag in json.loads(out)["server_arguments"])
+
+
+def test_hosts_are_those_of_one_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    for tensor_parallel, hosts in ((16, "--num_hosts=4"), (8, "--num_hosts=2")):
+        argv = ("--topology=v5e:4x4", "--no-compile", f"--tensor_parallel_size={tensor_parallel}", "--json")
+        _, out, _ = run(capsys, "--model=meta-llama/Llama-3.1-8B", *argv)
+        assert hosts in json.loads(out)["not_available_yet"]
+
+
+def test_a_shorter_context_is_no_advice_if_the_workload_does_not_fit_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--model=llama-3.2-3b", "--topology=v5e:1x1", "--no-compile", "--max_model_len=131072")
+    assert "with max_model_len=" in run(capsys, *argv)[2]
+    assert "with max_model_len=" not in run(capsys, *argv, "--workload=in=70000,out=1000,concurrency=1")[2]
+
+
 def test_neuron_instances_are_planned_for_memory(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--model=meta-llama/Llama-3.1-8B", "--topology=inf2.24xlarge", "--json")
     report = json.loads(out)
@@ -129,6 +150,8 @@ WRONG = [
     (("--model=llama-3.1-8b", *ON_V5E, "--quantization=int3"), 2, "int8"),
     (("--model=llama-3.1-8b", *ON_V5E, "--tensor_parallel_size=none"), 2, "not a whole number"),
     (("--model=llama-3.1-8b", *ON_V5E, "--slo=ttft=1s"), 2, "--slo is for --search"),
+    (("--model=llama-3.1-8b", *ON_V5E, "--rank=throughput"), 2, "--rank is for --search"),
+    (("--compare", "--json"), 2, "leave --json out"),
     (("--model=llama-3.1-8b", *ON_V5E, "--prices=/no/file.json"), 2, "can't be read: No such file"),
     (("--model=llama-3.1-8b", *ON_V5E, "--chart=plan.pdf"), 2, "ends in .png"),
     (("--model=llama-3.1-8b", "--search", "--tensor_parallel_size=2"), 2, "--search varies it"),

@@ -13,7 +13,8 @@ from cluster.plan.costs import AnalyticCosts, sent_bytes
 from cluster.plan.models import open_model_config
 from cluster.plan.roofline import Peaks
 from cluster.plan.sizing import Shard, usable_tensor_parallel
-from cluster.topology import GIB, TpuSlice, find_topology
+from cluster.topology import TpuSlice, find_topology
+from engine.config import GIB
 from tests.cluster.plan.requests import plan
 
 LLAMA_8B = open_model_config("meta-llama/Llama-3.1-8B")
