@@ -38,12 +38,22 @@ def programs_dir(folder: Path) -> Path:
     return folder / "programs"
 
 
+def name_sources_alike() -> None:
+    """Leaves the folder of the installation out of programs.
+
+    Kernels carry the paths of their sources for error messages; with them, the same program would have another cache
+    key in another installation. To be called before anything is traced.
+    """
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", r"^.*/(?=backends/jax/)|^.*/site-packages/")
+
+
 def enable_persistent_cache(folder: Path | None, devices: Sequence[jax.Device] = ()) -> None:
     """Makes XLA keep its programs in `folder`, small and quick ones too.
 
     Each set of devices has a folder of its own there: JAX's keys don't tell them apart well enough, and reading a
     program of other devices has crashed (jax issue 38004).
     """
+    name_sources_alike()
     place = "-".join([devices[0].platform, *(str(device.id) for device in devices)]) if devices else "any"
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla" / place) if folder else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

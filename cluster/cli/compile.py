@@ -58,10 +58,11 @@ def _positive(flag: str, text: str) -> int:
 
 def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) -> int:
     from backends.jax.aot import open_deployment
-    from backends.jax.compilation import compile_all, programs_dir
+    from backends.jax.compilation import compile_all, name_sources_alike, programs_dir
     from backends.jax.program_store import ProgramStore
     from cluster.plan.models import open_model_config
 
+    name_sources_alike()
     deployment = open_deployment(config, open_model_config(config.model), topology.name)
     generation = topology.generation
     memory = config.device_memory_gib or generation.usable_hbm_gib / generation.devices_per_chip
