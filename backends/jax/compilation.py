@@ -117,7 +117,11 @@ def compile_all(
         futures = {}
         for key, lower in lowered:
             futures[pool.submit(obtain, lower())] = key
-        for done, future in enumerate(as_completed(futures), start=1):
-            programs[futures[future]] = future.result()
-            progress(PHASE, done, total)
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                programs[futures[future]] = future.result()
+                progress(PHASE, done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # a failure is told before minutes of other programs
+            raise
     return programs

@@ -19,9 +19,18 @@ def open_model(config: EngineConfig) -> tuple[ModelConfig, Checkpoint]:
         BackendError: it can't be found, read, or served as configured; one line.
     """
     files = locate_model(config.model, weights=config.load_format != "dummy")
-    model = read_model_config(files)
+    model = as_configured(read_model_config(files), config)
+    return model, open_checkpoint(files, model, config.load_format, config.seed)
+
+
+def as_configured(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The architecture with what the options change of it.
+
+    Raises:
+        BackendError: the options ask for what it can't do; one line.
+    """
     if config.sliding_window is not None:
         model = replace(model, sliding_window=config.sliding_window)
     check_context(config, model.max_position)
     check_heads(model.num_heads, config.tensor_parallel_size)
-    return model, open_checkpoint(files, model, config.load_format, config.seed)
+    return model

@@ -59,11 +59,13 @@ def _positive(flag: str, text: str) -> int:
 def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) -> int:
     from backends.jax.aot import open_deployment
     from backends.jax.compilation import compile_all, name_sources_alike, programs_dir
+    from backends.jax.open_model import as_configured
     from backends.jax.program_store import ProgramStore
     from cluster.plan.models import open_model_config
 
     name_sources_alike()
-    deployment = open_deployment(config, open_model_config(config.model), topology.name)
+    model = as_configured(open_model_config(config.model), config)
+    deployment = open_deployment(config, model, topology.name)
     generation = topology.generation
     memory = config.device_memory_gib or generation.usable_hbm_gib / generation.devices_per_chip
     plan = deployment.plan(int(memory * GIB))
@@ -76,7 +78,7 @@ def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) 
     lowered = ((shape, partial(deployment.lower, shape, *arguments)) for shape in shapes)
     compile_all(lowered, len(shapes), threads, _show, lambda program: store.save(program, program.compile()))
     print(f"{len(shapes)} programs in {programs_dir(out)}, {time.monotonic() - started:.0f} s", file=sys.stderr)
-    print(_server_options(config, plan.num_blocks, plan.max_model_len, out))
+    print(server_options(config, plan.num_blocks, plan.max_model_len, out))
     return 0
 
 
@@ -84,7 +86,7 @@ def _show(phase: str, done: int, total: int, detail: str = "") -> None:
     print(f"  {phase}: {done}/{total} {detail}".rstrip(), file=sys.stderr, flush=True)
 
 
-def _server_options(config: EngineConfig, num_blocks: int, max_model_len: int, out: Path) -> str:
+def server_options(config: EngineConfig, num_blocks: int, max_model_len: int, out: Path) -> str:
     """The command line whose programs these are."""
     options = {name: getattr(config, name) for name in sorted(config.model_fields_set)}
     options |= {"num_blocks": num_blocks, "max_model_len": max_model_len, "compilation_cache_dir": out}
