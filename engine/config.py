@@ -160,8 +160,11 @@ class EngineConfig(BaseModel):
     backend: Literal["auto", "cpu", "tpu", "neuron", "mock"] = option(
         "auto", "Hardware to run on. `auto` takes a TPU where there is one, else the CPU.", group=PARALLEL
     )
-    attention: Literal["auto", "native", "xla"] = option(
-        "auto", "Attention and matrix kernels on CPU: compiled C++ (`native`) or plain XLA.", group=PARALLEL
+    attention: Literal["auto", "native", "pallas", "jax", "xla"] = option(
+        "auto",
+        "Kernels. On CPU compiled C++ (`native`, matrix products too), on TPU our own attention (`pallas`) or that of "
+        "the JAX library (`jax`); plain XLA on both. `auto` takes the first that the model's shapes allow.",
+        group=PARALLEL,
     )
     tensor_parallel_size: int = option(
         1, "Devices that share each layer. On CPU, simulated ones.", group=PARALLEL, ge=1, le=1024

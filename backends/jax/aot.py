@@ -75,7 +75,8 @@ def open_deployment(config: EngineConfig, model: ModelConfig, topology: str) -> 
         BackendError: no such slice, too few devices, or a model that can't be cut like that.
     """
     devices = take_devices(open_topology(topology), config.tensor_parallel_size)
-    return Deployment(config, model, create_mesh(list(devices)), kernels=choose_kernels(config, model, "tpu"))
+    kernels = choose_kernels(config, model, "tpu")
+    return Deployment(config, model, create_mesh(list(devices)), kernels=kernels).supported()
 
 
 def compile_step(deployment: Deployment, shape: StepShape, num_blocks: int) -> ProgramReport:

@@ -63,7 +63,7 @@ class JaxBackend(Backend):
         devices = jax.local_devices()[: config.tensor_parallel_size]
         enable_persistent_cache(cache_dir(config), devices)
         kernels = choose_kernels(config, model, hardware.platform)
-        deployment = Deployment(config, model, create_mesh(devices), kernels=kernels)
+        deployment = Deployment(config, model, create_mesh(devices), kernels=kernels).supported()
         plan = deployment.plan(self._memory_per_device(hardware))
         self._deployment = deployment = deployment.within(plan)
         info = self._describe(plan)

@@ -6,6 +6,7 @@ allocates and runs what a Deployment describes, ahead-of-time compilation compil
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,8 +33,10 @@ from backends.jax.sharding import MODEL, bytes_per_device, sharded_shape
 from backends.jax.slots import SlotTables, new_slot_tables
 from backends.jax.step import DeviceState, StepProgram, StepShape
 from backends.jax.storage import DenseStorage, Int8Storage, PackedInt8Storage, PackedStorage, Storage
-from engine.backend import Capabilities
+from engine.backend import BackendError, Capabilities
 from engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 CPU_CHUNK_TOKENS = 256
 """Default step budget: a longer chunk is no cheaper per token on CPU, and makes running requests wait longer."""
@@ -109,6 +112,20 @@ class Deployment:
             window=self.model.sliding_window,
             dtype=self.dtype,
         )
+
+    def supported(self) -> Deployment:
+        """This deployment, on plain XLA if its attention can't do the model's shapes and nobody asked for it.
+
+        Raises:
+            BackendError: somebody did.
+        """
+        problem = self.attention.problem()
+        if problem is None:
+            return self
+        if self.config.attention != "auto":
+            raise BackendError(f"attention={self.config.attention} is not possible: {problem}")
+        logger.warning("attention in plain XLA, which is slower: %s", problem)
+        return replace(self, kernels="xla")
 
     @cached_property
     def layout(self) -> ParameterLayout:

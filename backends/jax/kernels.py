@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 Kernels = Literal["native", "xla", "pallas", "library"]
 """native: C++ on CPU; xla: plain XLA anywhere; pallas: our TPU kernels; library: the JAX library's TPU attention."""
 
+_CHOICES: dict[str, dict[str, Kernels]] = {
+    "cpu": {"auto": "native", "native": "native", "xla": "xla"},
+    "tpu": {"auto": "pallas", "pallas": "pallas", "jax": "library", "xla": "xla"},
+}
+"""What each value of the option `attention` means on a platform."""
+
 
 def choose_kernels(config: EngineConfig, model: ModelConfig, platform: str) -> Kernels:
     """The kernels that the options ask for, else the fastest that work here. Compiles the native ones if need be.
@@ -25,10 +31,14 @@ def choose_kernels(config: EngineConfig, model: ModelConfig, platform: str) -> K
     Raises:
         BackendError: the options ask for what is not possible; one line.
     """
-    if platform != "cpu":
-        return "xla" if config.attention == "xla" else "pallas"
-    if config.attention == "xla":
-        return "xla"
+    choices = _CHOICES[platform]
+    if config.attention not in choices:
+        raise BackendError(f"attention={config.attention} does not run on {platform}; use {', '.join(choices)}")
+    kernels = choices[config.attention]
+    return _native_or_xla(config, model) if kernels == "native" else kernels
+
+
+def _native_or_xla(config: EngineConfig, model: ModelConfig) -> Kernels:
     problem = _native_problem(config, model)
     if problem is None:
         return "native"

@@ -16,13 +16,14 @@ from backends.jax.buckets import MAX_PROGRAMS
 from backends.jax.checkpoint import Checkpoint
 from backends.jax.deployment import Deployment
 from backends.jax.idle import idle_batch
+from backends.jax.kernels import choose_kernels
 from backends.jax.loading import ParameterLoader
 from backends.jax.model import Params
 from backends.jax.open_model import open_model
 from backends.jax.sharding import create_mesh, sharding
 from backends.jax.slots import new_slot_tables
 from backends.jax.topology import open_topology
-from engine.backend import no_progress
+from engine.backend import BackendError, no_progress
 from engine.config import EngineConfig
 from tests.backends.jax.configs import LLAMA_8B
 from tests.backends.models import tiny_llama
@@ -142,3 +143,21 @@ def prompt_batch(tokens: int) -> Any:
         prompt_logprobs=on,
         target_ids=ids[1:],
     )
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "words"),
+    [("jax", "cpu", "does not run on cpu"), ("pallas", "cpu", "native"), ("native", "tpu", "does not run on tpu")],
+)
+def test_kernels_of_other_hardware_are_refused(attention: str, platform: str, words: str) -> None:
+    config = EngineConfig.from_args({"attention": attention})
+    with pytest.raises(BackendError, match=words):
+        choose_kernels(config, LLAMA_8B, platform)
+
+
+def test_kernels_that_cannot_do_a_model_s_shapes_are_refused_if_asked_for_and_else_replaced() -> None:
+    wide, mesh = replace(LLAMA_8B, head_dim=320), create_mesh(jax.devices()[:1])
+    with pytest.raises(BackendError, match=r"attention=jax is not possible: .* heads of 128"):
+        Deployment(EngineConfig(attention="jax"), wide, mesh, kernels="library").supported()
+    assert Deployment(EngineConfig(), wide, mesh, kernels="pallas").supported().kernels == "xla"
+    assert Deployment(EngineConfig(), LLAMA_8B, mesh, kernels="pallas").supported().kernels == "pallas"
