@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from backends.jax.slices import OTHER_NAMES, THREE_DIMENSIONAL, TWO_DIMENSIONAL
+
 PRICES_AS_OF = "2025-12"
 
 
@@ -147,8 +149,7 @@ class NeuronInstance:
         return {"neuron_cores": float(self.num_devices)}
 
 
-_SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+_RENTED_3D = tuple(shape for shape in THREE_DIMENSIONAL if shape != "1x1x1")  # of v4 and v5p
 
 # Memory, bandwidth, peaks, links and shapes: Google's Cloud TPU documentation, the page of each generation (it gives
 # both directions of all links of a chip in one number; here it is one direction of one link). v4's links: Jouppi et
@@ -173,7 +174,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu-v4-podslice",
         machine_prefix="ct4p-hightpu",
         usd_per_chip_hour=3.22,
-        shapes=_SHAPES_3D,
+        shapes=_RENTED_3D,
     ),
     "v5e": TpuGeneration(
         name="v5e",
@@ -192,7 +193,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu-v5-lite-podslice",
         machine_prefix="ct5lp-hightpu",
         usd_per_chip_hour=1.20,
-        shapes=_SHAPES_2D,
+        shapes=TWO_DIMENSIONAL,
     ),
     "v5p": TpuGeneration(
         name="v5p",
@@ -211,7 +212,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu-v5p-slice",
         machine_prefix="ct5p-hightpu",
         usd_per_chip_hour=4.20,
-        shapes=_SHAPES_3D,
+        shapes=_RENTED_3D,
     ),
     "v6e": TpuGeneration(
         name="v6e",
@@ -230,7 +231,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu-v6e-slice",
         machine_prefix="ct6e-standard",
         usd_per_chip_hour=2.70,
-        shapes=_SHAPES_2D,
+        shapes=TWO_DIMENSIONAL,
     ),
     "tpu7x": TpuGeneration(
         name="tpu7x",
@@ -249,7 +250,7 @@ GENERATIONS: dict[str, TpuGeneration] = {
         gke_accelerator="tpu7x",
         machine_prefix="tpu7x-standard",
         usd_per_chip_hour=None,
-        shapes=("1x1x1", *_SHAPES_3D),
+        shapes=THREE_DIMENSIONAL,
     ),
 }
 
@@ -271,8 +272,6 @@ NEURON_INSTANCES: dict[str, NeuronInstance] = {
     )
 }
 
-_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
-
 
 def tpu_slices(generation: str | None = None) -> Iterator[TpuSlice]:
     """All slices of the catalog, or one generation's, small ones first."""
@@ -289,7 +288,7 @@ def find_topology(name: str) -> TpuSlice | NeuronInstance:
     wanted = name.strip().lower()
     if wanted in NEURON_INSTANCES:
         return NEURON_INSTANCES[wanted]
-    for alias, real in _ALIASES.items():
+    for alias, real in OTHER_NAMES.items():
         if wanted.startswith((f"{alias}:", f"{alias}-")):
             wanted = real + wanted[len(alias) :]
     for candidate in tpu_slices():

@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,21 +19,10 @@ from jax.experimental import topologies
 from numpy.typing import NDArray
 
 from backends.jax.hardware import INSTALL_LIBTPU, libtpu_is_installed
+from backends.jax.slices import TopologyName, parse_topology
 from engine.backend import BackendError
 from engine.errors import first_line
 
-TWO_DIMENSIONAL = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-THREE_DIMENSIONAL = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-GENERATIONS = {
-    "v4": THREE_DIMENSIONAL,
-    "v5e": TWO_DIMENSIONAL,
-    "v5p": THREE_DIMENSIONAL,
-    "v6e": TWO_DIMENSIONAL,
-    "tpu7x": THREE_DIMENSIONAL,
-}
-"""Generation, by JAX's name, and the shapes of its slices that clouds rent."""
-
-_OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p", "v6": "v6e", "v7x": "tpu7x", "tpu-v7x": "tpu7x"}
 _HARMLESS = (
     "could not determine TPU",
     "Failed to find host bounds for accelerator type",
@@ -46,38 +34,6 @@ _HARMLESS = (
 """What libtpu says on stderr about a machine that is no TPU host, each time it is loaded."""
 
 _stderr_lock = threading.Lock()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TopologyName:
-    """A slice's name in parts: v5e:2x4."""
-
-    generation: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
-
-
-def parse_topology(name: str) -> TopologyName:
-    """Reads `generation:shape`.
-
-    Raises:
-        BackendError: no such slice; the line lists what there is.
-    """
-    generation, _, shape = name.strip().lower().partition(":")
-    generation = _OTHER_NAMES.get(generation, generation)
-    if generation not in GENERATIONS:
-        raise BackendError(
-            f"topology {name!r}: no TPU generation {generation!r}; use {', '.join(GENERATIONS)} and a shape, "
-            "such as v5e:2x4 or v5p:2x2x2"
-        )
-    shapes = GENERATIONS[generation]
-    if shape not in shapes:
-        raise BackendError(
-            f"topology {name!r}: no {generation} slice {shape or '(none)'!r}; use one of {', '.join(shapes)}"
-        )
-    return TopologyName(generation=generation, shape=tuple(int(extent) for extent in shape.split("x")))
 
 
 def open_topology(name: str) -> tuple[jax.Device, ...]:

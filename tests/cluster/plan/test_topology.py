@@ -6,7 +6,7 @@ import pytest
 from ray._private.accelerators import neuron as ray_neuron
 from ray._private.accelerators import tpu as ray_tpu
 
-from backends.jax.topology import parse_topology
+from backends.jax.slices import parse_topology
 from cluster.topology import (
     GENERATIONS,
     NEURON_INSTANCES,
