@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from backends.jax.model_config import ModelConfig, RopeScaling
 from cluster.plan.costs import AnalyticCosts, StepCost, StepCosts
 from cluster.plan.estimate import Group, Performance, unified
+from cluster.plan.models import open_model_config
 from cluster.plan.roofline import Efficiency, Peaks, prefill_s
 from cluster.plan.sizing import Shard
 from cluster.plan.workload import Workload
@@ -109,7 +111,7 @@ def _tpu(topology: str) -> TpuSlice:
 
 
 def _shard(model: str, chosen: TpuSlice, quantization: str | None = None) -> Shard:
-    return Shard(config=_MODELS[model], tensor_parallel=chosen.num_devices, quantization=quantization)
+    return Shard(config=_architecture(model), tensor_parallel=chosen.num_devices, quantization=quantization)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +128,7 @@ class _StaticCache:
         return self.costs.prefill(tokens, context)
 
 
-def _model(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int = 128
-) -> ModelConfig:
+def _model(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
     return ModelConfig(
         architecture="llama",
         vocab_size=vocab,
@@ -137,7 +137,7 @@ def _model(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=128,
         max_position=131072,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
@@ -152,14 +152,16 @@ def _model(
     )
 
 
-_MODELS = {
-    "Llama-3.3-70B": _model(128256, 8192, 28672, 80, 64, 8),
-    "Llama-3-8B": _model(128256, 4096, 14336, 32, 32, 8),
-    "Llama-2-7B": _model(32000, 4096, 11008, 32, 32, 32),
-    "Llama-2-13B": _model(32000, 5120, 13824, 40, 40, 40),
+_QWEN = {
     "Qwen3-8B": _model(151936, 4096, 12288, 36, 32, 8),
     "Qwen3-32B": _model(151936, 5120, 25600, 64, 64, 8),
 }
+_HUB_NAMES = {"Llama-3-8B": "Meta-Llama-3-8B"}  # where it is not the figure's
+
+
+@cache
+def _architecture(model: str) -> ModelConfig:
+    return _QWEN[model] if model in _QWEN else open_model_config(_HUB_NAMES.get(model, model))
 
 
 def _vllm_70b() -> Iterator[Figure]:
