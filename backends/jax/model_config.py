@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from backends.jax.gguf_config import hf_config_from_gguf
 from engine.backend import BackendError
+from engine.errors import first_line
 from engine.gguf_header import read_gguf_header
 from engine.model_files import ModelFiles
 
@@ -84,6 +85,7 @@ _FAMILIES = {
     ),
 }
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_LARGEST_NUMBER = 1e38  # of float32
 _MAX_LAYERS = 4096  # more can only come from a damaged file
 _ROPE_TYPES = {"default": "none", "none": "none", "linear": "linear", "llama3": "llama3"}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
@@ -108,8 +110,8 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BackendError(f"{path} can't be read as JSON: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no JSON, endless
+        raise BackendError(f"{path} can't be read as JSON: {first_line(error)}") from None
     if not isinstance(values, dict):
         raise BackendError(f"{path} holds {type(values).__name__}, not an object")
     return values
@@ -160,6 +162,8 @@ class _ConfigReader:
 
     def _find_family(self, values: Mapping[str, Any]) -> _Family:
         names = values.get("architectures") or [_BY_MODEL_TYPE.get(str(values.get("model_type")), "")]
+        if not isinstance(names, list):
+            raise self.error(f"architectures is {names!r}, not a list of names")
         for name in names:
             if name in _FAMILIES:
                 return _FAMILIES[name]
@@ -221,7 +225,7 @@ class _ConfigReader:
 
     def number(self, values: Mapping[str, Any], key: str) -> float:
         value = values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
             raise self.error(f"{key} is missing" if value is None else f"{key} is {value!r}, not a positive number")
         return float(value)
 

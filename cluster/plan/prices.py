@@ -63,5 +63,5 @@ def _parse(path: Path) -> Any:
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise PlanError(f"--prices={path} can't be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # YAML's dates raise ValueError, too
         raise PlanError(f"--prices={path} can't be read: {first_line(error)}") from None

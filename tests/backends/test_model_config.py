@@ -138,6 +138,8 @@ def test_the_demos_gguf() -> None:
         ({"head_dim": 63}, "head_dim 63 is no positive even number"),
         ({"hidden_size": 16}, "head_dim 0 is no positive even number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, not a positive number"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list of names"),
         ({"eos_token_id": ["</s>"]}, "are not integers"),
     ],
 )
@@ -145,7 +147,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, change: dict[s
     assert message in refusal(tmp_path, {**LLAMA, **change})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff\xfe"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff\xfe", "[" * 100_000, "9" * 5000])
 def test_a_damaged_config_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(BackendError, match=r"config\.json"):

@@ -71,6 +71,8 @@ def test_prices_of_a_file_replace_the_catalog_s(tmp_path: Path) -> None:
         ("h100: 3", "'h100' has no price here"),
         ("v6e: much", "costs 'much'"),
         ("{", "can't be read"),
+        ("v6e: 2025-99-99", "can't be read: month must be in 1..12"),
+        ("[" * 3000, "can't be read: maximum recursion depth"),
     ],
 )
 def test_bad_prices(tmp_path: Path, content: str, says: str) -> None:
