@@ -102,16 +102,14 @@ def prove(case: Case, *, prefill: bool = True) -> Proof:
     deployment = open_deployment(config, open_model_config(case.model), case.topology)
     topology = find_topology(case.topology)
     assert isinstance(topology, TpuSlice)
-    generation = topology.generation
-    hbm = int(generation.usable_hbm_gib * GIB / generation.devices_per_chip)
-    plan = deployment.plan(hbm)
+    plan = deployment.plan(topology.bytes_per_device)
     shapes = deployment.step_shapes
     smallest = min(shape for shape in shapes if shape.decode_only and shape.rows >= ROWS)
     decode = compile_step(deployment, smallest, plan.num_blocks)
     largest = max((shape for shape in shapes if not shape.decode_only), key=_size)
     return Proof(
         case=case,
-        hbm_bytes=hbm,
+        hbm_bytes=topology.bytes_per_device,
         weight_bytes=deployment.weight_bytes_per_device,
         kv_tokens=plan.num_blocks * config.block_size,
         num_layers=deployment.model.num_layers,

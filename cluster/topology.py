@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from backends.jax.slices import OTHER_NAMES, THREE_DIMENSIONAL, TWO_DIMENSIONAL
+from engine.config import GIB
 
 PRICES_AS_OF = "2025-12"
 
@@ -66,6 +67,11 @@ class TpuSlice:
     @property
     def num_devices(self) -> int:
         return self.num_chips * self.generation.devices_per_chip
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Memory of one JAX device that programs can use."""
+        return int(self.generation.usable_hbm_gib * GIB / self.generation.devices_per_chip)
 
     @property
     def chips_per_host(self) -> int:
@@ -141,8 +147,9 @@ class NeuronInstance:
         return self.chips * self.cores_per_chip
 
     @property
-    def hbm_gib_per_core(self) -> float:
-        return self.hbm_gib_per_chip / self.cores_per_chip
+    def bytes_per_device(self) -> int:
+        """Memory of one NeuronCore."""
+        return int(self.hbm_gib_per_chip * GIB / self.cores_per_chip)
 
     @property
     def ray_resources_per_host(self) -> dict[str, float]:

@@ -66,9 +66,8 @@ def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) 
     name_sources_alike()
     model = as_configured(open_model_config(config.model), config)
     deployment = open_deployment(config, model, topology.name)
-    generation = topology.generation
-    memory = config.device_memory_gib or generation.usable_hbm_gib / generation.devices_per_chip
-    plan = deployment.plan(int(memory * GIB))
+    asked = config.device_memory_gib
+    plan = deployment.plan(topology.bytes_per_device if asked is None else int(asked * GIB))
     deployment = deployment.within(plan)
     shapes = deployment.step_shapes
     arguments = deployment.parameter_shapes(), deployment.state_shapes(plan.num_blocks), deployment.table_shapes()

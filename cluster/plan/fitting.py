@@ -5,8 +5,6 @@ from __future__ import annotations
 from cluster.plan.memory import MemoryPlan, plan_memory
 from cluster.plan.programs import Programs, formula_programs
 from cluster.plan.request import PlanRequest
-from cluster.topology import NeuronInstance, TpuSlice
-from engine.config import GIB
 
 
 def fits(request: PlanRequest) -> bool:
@@ -17,7 +15,7 @@ def fits(request: PlanRequest) -> bool:
 def memory_of(request: PlanRequest, programs: Programs) -> MemoryPlan:
     """One device's memory under a request's options."""
     return plan_memory(
-        usable_bytes=device_bytes(request.topology),
+        usable_bytes=request.topology.bytes_per_device,
         factor=request.utilization,
         weight_bytes=programs.weight_bytes,
         other_bytes=programs.other_bytes,
@@ -29,11 +27,3 @@ def memory_of(request: PlanRequest, programs: Programs) -> MemoryPlan:
         max_rows=request.max_rows,
         shortest=request.workload.tokens,
     )
-
-
-def device_bytes(topology: TpuSlice | NeuronInstance) -> int:
-    """Memory of one device (JAX device, NeuronCore) that programs can use."""
-    if isinstance(topology, NeuronInstance):
-        return int(topology.hbm_gib_per_core * GIB)
-    chip = topology.generation
-    return int(chip.usable_hbm_gib * GIB / chip.devices_per_chip)

@@ -75,7 +75,7 @@ def test_other_names(name: str, expected: str) -> None:
 def test_neuron_instances() -> None:
     found = find_topology("trn2.48xlarge")
     assert isinstance(found, NeuronInstance)
-    assert (found.num_devices, found.hbm_gib_per_core) == (64, 24)
+    assert (found.num_devices, found.bytes_per_device) == (64, 24 << 30)
     assert found.ray_resources_per_host == {"neuron_cores": 64}
 
 
