@@ -123,6 +123,7 @@ class RayEngineClient:
 
     async def _hold(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
         """The Serve call of one request, until it ends. Cancelling it aborts the request in the engine."""
+        ray_compat.begin_call_of_its_own()  # this task is
         try:
             response = self._admit.remote(ticket, request)
             try:

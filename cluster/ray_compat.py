@@ -5,6 +5,7 @@ tests/cluster/test_ray_compat.py is the contract: it fails when a new Ray change
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray.util
 from ray import serve
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
+from ray.serve import context as serve_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
@@ -38,6 +40,15 @@ async def choose(handle: DeploymentHandle[Any], hint: object) -> str:
     """
     async with handle.choose_replica(hint, _reserve=False) as selection:
         return selection.replica_id
+
+
+def begin_call_of_its_own() -> None:
+    """Tells apart the calls that the current task makes from others of the same HTTP request.
+
+    Serve's router finds a waiting call by its HTTP request. Of several that wait at a time it would serve one, and look
+    for replicas for the others without pause and without end.
+    """
+    serve_context._set_request_context(_internal_request_id=uuid.uuid4().hex)
 
 
 async def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Awaitable[Any]]:

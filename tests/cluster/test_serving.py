@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels
 
-from tests.cluster.apps import completion, deployed, eventually, metric
+from tests.cluster.apps import completion, deployed, eventually, metric, replica_processes
 
 RUNNING, WAITING = 4, 4
 PANEL_METRICS = {
@@ -68,6 +69,20 @@ def test_a_streamed_answer_is_the_unstreamed_one(url: str) -> None:
     assert text == whole["choices"][0]["text"]
     assert usage == whole["usage"]
     assert usage["completion_tokens"] == 40
+
+
+def test_an_http_request_of_many_engine_requests_leaves_nothing_behind(url: str) -> None:
+    answer = completion(url, prompt=["one", "two", "three"], n=2, temperature=1, max_tokens=20)
+    assert len(answer.json()["choices"]) == 6
+    eventually(lambda: running(url) == 0)
+    before = cpu_seconds("main", "Ingress")
+    time.sleep(2)
+    assert cpu_seconds("main", "Ingress") - before < 1  # one that looks for a replica without end takes all it gets
+
+
+def cpu_seconds(application: str, deployment: str) -> float:
+    times = [process.cpu_times() for process in replica_processes(application, deployment)]
+    return sum(spent.user + spent.system for spent in times)
 
 
 def test_a_client_that_goes_away_frees_its_place_in_the_engine(url: str) -> None:
