@@ -227,7 +227,11 @@ class Deployment:
     def lower(self, shape: StepShape, params: Params, state: DeviceState, tables: SlotTables) -> jax.stages.Lowered:
         """Lowers the step for arrays, or shapes of arrays, with the deployment's shardings. The state is donated."""
         packed = sharded_shape(self.mesh, (shape.packed_size,), (), np.int32)
-        return jax.jit(self.step(shape), donate_argnums=1).lower(params, state, tables, packed)
+        step = jax.jit(self.step(shape), donate_argnums=1)
+        if self.kernels != "library":
+            return step.lower(params, state, tables, packed)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # JAX's own kernel asks which chip it is for
+            return step.lower(params, state, tables, packed)
 
     @property
     def decoder(self) -> Decoder:
