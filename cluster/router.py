@@ -22,6 +22,8 @@ class EngineRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replicas to try, best first. For one that is gone comes another, which will say that it is not it."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # all replicas tried: the next try can wait
         about = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if isinstance(about, Ticket):
             for replica in candidate_replicas:
