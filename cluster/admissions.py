@@ -117,7 +117,7 @@ class Admissions:
     async def hold(self, admission: Admission) -> Refusal | None:
         """Returns when the request has ended. Cancelling this ends it."""
         try:
-            return await admission.ended
+            return await asyncio.shield(admission.ended)  # Serve may send a call twice, and cancel one
         except asyncio.CancelledError:
             self._abort(admission)
             raise

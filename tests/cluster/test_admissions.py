@@ -184,6 +184,15 @@ async def test_a_call_that_serve_sends_twice_waits_for_the_same_request(desk: Ad
     assert [await ended(first), await ended(second)] == [None, None]
 
 
+async def test_a_call_that_is_cancelled_does_not_break_its_twin(desk: Admissions, line: Connection) -> None:
+    desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
+    first, second = await call(desk), await call(desk)
+    first.cancel()
+    await asyncio.wait([first])
+    desk.emit([output(5, reason=FinishReason.ABORT)])
+    assert await ended(second) is None
+
+
 async def test_steps_that_the_event_loop_did_not_get_to_leave_as_one(desk: Admissions, line: Connection) -> None:
     desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
     held = await call(desk)
