@@ -33,7 +33,8 @@ def replicas(*names: str) -> list[Any]:
 
 
 async def first(router: Router, about: object, *names: str) -> str:
-    ranks = await router.choose_replicas(replicas(*names), SimpleNamespace(args=[about], routing_context=SimpleNamespace()))  # type: ignore[arg-type]
+    request = SimpleNamespace(args=[about], routing_context=SimpleNamespace())
+    ranks = await router.choose_replicas(replicas(*names), request)  # type: ignore[arg-type]
     name: str = ranks[0][0].replica_id.unique_id
     return name
 
