@@ -20,7 +20,7 @@ def create_backend(config: EngineConfig) -> Backend:
 
 
 def check_hardware(config: EngineConfig) -> None:
-    """Checks, without starting anything, that this machine has the hardware that `config.backend` asks for.
+    """Checks, without starting anything, that this machine has the hardware that the options ask for.
 
     Raises:
         BackendError: it has not; one line.
@@ -28,7 +28,11 @@ def check_hardware(config: EngineConfig) -> None:
     if config.backend != "mock":
         from backends.jax import hardware
 
-        hardware.check_hardware(config)
+        platform = hardware.check_hardware(config)
+        if config.attention != "auto":
+            from backends.jax.kernels import check_attention
+
+            check_attention(config, platform)
 
 
 def check_model(config: EngineConfig) -> None:

@@ -122,13 +122,13 @@ def choose_platform(config: EngineConfig, tpu: AttachedTpu | None, *, libtpu: bo
     return "tpu"
 
 
-def check_hardware(config: EngineConfig) -> None:
-    """Checks, without starting anything, that this machine has the hardware that the options ask for.
+def check_hardware(config: EngineConfig) -> str:
+    """The platform for these options, once this machine is found to have it; nothing is started.
 
     Raises:
         BackendError: it has not; one line.
     """
-    choose_platform(config, find_tpu(), libtpu=libtpu_is_installed())
+    return choose_platform(config, find_tpu(), libtpu=libtpu_is_installed())
 
 
 def select_platform(config: EngineConfig) -> Hardware:

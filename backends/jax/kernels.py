@@ -25,16 +25,24 @@ _CHOICES: dict[str, dict[str, Kernels]] = {
 """What each value of the option `attention` means on a platform."""
 
 
+def check_attention(config: EngineConfig, platform: str) -> None:
+    """
+    Raises:
+        BackendError: the option `attention` names kernels of other hardware.
+    """
+    choices = _CHOICES[platform]
+    if config.attention not in choices:
+        raise BackendError(f"attention={config.attention} does not run on {platform}; use {', '.join(choices)}")
+
+
 def choose_kernels(config: EngineConfig, model: ModelConfig, platform: str) -> Kernels:
     """The kernels that the options ask for, else the fastest that work here. Compiles the native ones if need be.
 
     Raises:
         BackendError: the options ask for what is not possible; one line.
     """
-    choices = _CHOICES[platform]
-    if config.attention not in choices:
-        raise BackendError(f"attention={config.attention} does not run on {platform}; use {', '.join(choices)}")
-    kernels = choices[config.attention]
+    check_attention(config, platform)
+    kernels = _CHOICES[platform][config.attention]
     return _native_or_xla(config, model) if kernels == "native" else kernels
 
 

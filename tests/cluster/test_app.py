@@ -12,7 +12,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary 
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 import serve_app
-from backends import check_model
+from backends import check_hardware, check_model
 from cluster.app import build_app
 from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
@@ -94,6 +94,12 @@ def test_a_missing_tokenizer_or_chat_template_is_one_line_before_anything_starts
             EngineConfig.from_args({"backend": "mock", **{k: v.format(**paths) for k, v in options.items()}})
         )
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("attention", ["pallas", "jax"])
+def test_kernels_of_hardware_that_is_not_here_are_one_line_before_anything_starts(attention: str) -> None:
+    with pytest.raises(BackendError, match=f"attention={attention} does not run on cpu; use auto, native, xla"):
+        check_hardware(EngineConfig(backend="cpu", attention=attention))  # type: ignore[arg-type]
 
 
 def test_what_is_there_passes_the_check(tmp_path: Path) -> None:
