@@ -60,6 +60,15 @@ def enable_persistent_cache(folder: Path | None, devices: Sequence[jax.Device] =
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def compiler_options(device: jax.Device) -> dict[str, bool | str]:
+    """Options of XLA that programs for this kind of device need."""
+    if device.platform == "tpu" and "7x" in device.device_kind.lower():
+        # Else the compiler prefers tiles of 16 rows for bfloat16 weights, which come in tiles of 8 as all arrays do,
+        # and every step begins with a copy of all weights into the other tiles (seen in programs of libtpu 0.0.42).
+        return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+    return {}
+
+
 class CompilationCounter:
     """Counts XLA compilations in this process from the moment it is armed, and before it what the cache spared."""
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.buckets import Buckets
 from backends.jax.collectives import Collectives, MeshCollectives, SequenceCollectives
+from backends.jax.compilation import compiler_options
 from backends.jax.kernels import Kernels
 from backends.jax.layout import ParameterLayout
 from backends.jax.memory import CPU_DEFAULT_KV_BYTES, KVPlan, plan_kv_cache
@@ -227,7 +228,8 @@ class Deployment:
     def lower(self, shape: StepShape, params: Params, state: DeviceState, tables: SlotTables) -> jax.stages.Lowered:
         """Lowers the step for arrays, or shapes of arrays, with the deployment's shardings. The state is donated."""
         packed = sharded_shape(self.mesh, (shape.packed_size,), (), np.int32)
-        step = jax.jit(self.step(shape), donate_argnums=1)
+        options = compiler_options(self.mesh.devices.flat[0])
+        step = jax.jit(self.step(shape), donate_argnums=1, compiler_options=options)
         if self.kernels != "library":
             return step.lower(params, state, tables, packed)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # JAX's own kernel asks which chip it is for

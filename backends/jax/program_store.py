@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 from jax.experimental import serialize_executable
 
+from backends.jax.compilation import compiler_options
 from engine.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class ProgramStore:
     def _compiler(self) -> tuple[str, ...]:
         platform = self._devices[0].platform
         packages = ("jax", "jaxlib", "libtpu") if platform == "tpu" else ("jax", "jaxlib")
-        return *map(importlib.metadata.version, packages), platform, self._devices[0].device_kind
+        options = str(compiler_options(self._devices[0]))
+        return *map(importlib.metadata.version, packages), platform, self._devices[0].device_kind, options
 
     def _places(self) -> tuple[str, ...]:
         """Ids and coordinates: a program's collectives are routed for them."""

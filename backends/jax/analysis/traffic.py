@@ -28,7 +28,7 @@ from backends.jax.analysis.touched import (
 
 _FREE = (
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "domain", "opt-barrier"),
-    *("after-all", "add-dependency", "partition-id", "replica-id", "async-update", "async-done"),
+    *("after-all", "add-dependency", "partition-id", "replica-id", "async-update", "async-done", "call-done"),
 )
 _COLLECTIVES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
