@@ -356,7 +356,7 @@ def test_metrics_split_a_requests_time_into_queue_prefill_and_decode(start: Call
     )
     assert sum(phases) == pytest.approx(sums["e2e_request_latency_seconds"], abs=0.001)
     assert phases[1] >= 0.02
-    assert phases[2] >= 0.2  # ten tokens after the first one
+    assert phases[2] >= 0.19  # ten tokens after the first one; sleeps may end a little early
     assert sums["request_time_per_output_token_seconds"] == pytest.approx(phases[2] / 10)
 
 
