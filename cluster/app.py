@@ -11,7 +11,7 @@ from cluster import ray_compat
 from cluster.engine_server import EngineServer
 from cluster.ingress_server import IngressServer
 from cluster.router import EngineRouter
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 
 APPLICATION = "sliceserve"
 """Name of the application where we choose it (`sliceserve serve`)."""
@@ -28,6 +28,8 @@ CONSTRUCTOR_TRIES = 2
 ENGINE_CPUS = 0.5
 INGRESS_CPUS = 0.1
 """What placement counts with. Small, so that everything fits a machine with one core; processes use what there is."""
+TPU_CHIPS = (1, 2, 4, 8)
+"""How many chips of a host Ray gives to one process."""
 
 
 def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "INFO") -> serve.Application:
@@ -75,4 +77,9 @@ def _accelerators(config: EngineConfig) -> dict[str, float]:
     replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips."""
     if config.backend != "tpu" or config.data_parallel_size == 1:
         return {}
+    if config.tensor_parallel_size not in TPU_CHIPS:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} with data_parallel_size={config.data_parallel_size} "
+            f"on TPU: Ray gives a replica {', '.join(map(str, TPU_CHIPS))} chips; use one of these sizes"
+        )
     return {"TPU": float(config.tensor_parallel_size)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.client import EngineOverloadedError, EngineUnavailableError
 from cluster.mailbox import MailboxAddress
-from engine.request import EngineRequest
 from engine.validation import InvalidRequestError
 
 
@@ -20,14 +18,6 @@ class Ticket:
     stream: int  # the number under which the ingress knows the request
     address: MailboxAddress  # where the ingress takes tokens
     replica: str  # the one that was chosen
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What the router may look at when it chooses a replica. Stays in the ingress' process."""
-
-    request: EngineRequest
-    open_requests: Mapping[str, int]  # of this ingress, by replica
 
 
 class RefusalKind(StrEnum):

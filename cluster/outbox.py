@@ -123,22 +123,24 @@ class Outbox:
         task = self._connections.get(address)
         if task is None:
             task = self._connections[address] = asyncio.create_task(self._open(address))
-        try:
-            return await asyncio.shield(task)
-        except BaseException:
-            if task.done() and self._connections.get(address) is task:
-                del self._connections[address]
-            raise
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may fail when nobody waits
+        return await asyncio.shield(task)  # others may wait for it, too
 
     async def _open(self, address: MailboxAddress) -> Connection:
         loop = asyncio.get_running_loop()
         connection = Connection(self._reader, lambda: self._connections.pop(address, None))
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await loop.create_connection(lambda: connection, address.host, address.port)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await loop.create_connection(lambda: connection, address.host, address.port)
+        except BaseException:
+            self._connections.pop(address, None)  # the next call tries anew
+            raise
         connection.introduce(address.secret, self._replica)
         return connection
 
     def close(self) -> None:
-        for task in self._connections.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
+        for task in list(self._connections.values()):
+            if task.done():  # one that failed is no longer here
                 task.result().close()
+            else:
+                task.cancel()

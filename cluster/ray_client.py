@@ -21,8 +21,9 @@ from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
 from cluster.exchange import ENGINE_GONE, NO_ENGINE, Exchange, MovedError
 from cluster.mailbox import Mailbox, MailboxAddress
-from cluster.messages import Question, Refusal, RefusalKind, Ticket
+from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
+from cluster.router import Question
 from engine.backend import BackendInfo
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput

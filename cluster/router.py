@@ -9,10 +9,21 @@ the longest cached prefix.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.messages import Question, Ticket
+from cluster.messages import Ticket
+from engine.request import EngineRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What the router may look at when it chooses a replica."""
+
+    request: EngineRequest
+    open_requests: Mapping[str, int]  # of this ingress, by replica
 
 
 class EngineRouter(RequestRouter):

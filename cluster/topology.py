@@ -31,7 +31,6 @@ class TpuGeneration:
     usable_hbm_gib: float  # per chip, what the compiler gives to a program
     hbm_gb_per_s: float  # per chip
     bf16_tflops: float  # per chip
-    int8_tops: float | None  # per chip; None: not faster than bfloat16
     ici_links: int  # per chip
     ici_gb_per_s_per_link: float  # one way
     wrap_multiple: int  # a dimension that is a multiple of this is a ring, others are lines
@@ -170,7 +169,6 @@ GENERATIONS: dict[str, TpuGeneration] = {
         usable_hbm_gib=30.5,
         hbm_gb_per_s=1228,
         bf16_tflops=275,
-        int8_tops=None,
         ici_links=6,
         ici_gb_per_s_per_link=50,
         wrap_multiple=4,
@@ -189,7 +187,6 @@ GENERATIONS: dict[str, TpuGeneration] = {
         usable_hbm_gib=15.75,
         hbm_gb_per_s=819,
         bf16_tflops=197,
-        int8_tops=393,
         ici_links=4,
         ici_gb_per_s_per_link=50,
         wrap_multiple=16,
@@ -208,7 +205,6 @@ GENERATIONS: dict[str, TpuGeneration] = {
         usable_hbm_gib=95.74,
         hbm_gb_per_s=2765,
         bf16_tflops=459,
-        int8_tops=918,
         ici_links=6,
         ici_gb_per_s_per_link=100,
         wrap_multiple=4,
@@ -227,7 +223,6 @@ GENERATIONS: dict[str, TpuGeneration] = {
         usable_hbm_gib=31.25,
         hbm_gb_per_s=1640,
         bf16_tflops=918,
-        int8_tops=1836,
         ici_links=4,
         ici_gb_per_s_per_link=100,
         wrap_multiple=16,
@@ -246,7 +241,6 @@ GENERATIONS: dict[str, TpuGeneration] = {
         usable_hbm_gib=189.5,
         hbm_gb_per_s=7380,
         bf16_tflops=2307,
-        int8_tops=None,
         ici_links=6,
         ici_gb_per_s_per_link=100,
         wrap_multiple=4,

@@ -1,8 +1,8 @@
 """EngineConfig: every option of the server, validated and documented once.
 
-Command-line flags, `key=value` Serve arguments, Helm values and docs/configuration.md are generated from the fields
-below. Names and defaults follow Hex-LLM where it has the option. This is also the only module that reads environment
-variables (`Environment`).
+Command-line flags, `key=value` Serve arguments and docs/configuration.md are generated from the fields below. Names and
+defaults follow Hex-LLM where it has the option. This is also the only module that reads environment variables
+(`Environment`).
 """
 
 from __future__ import annotations

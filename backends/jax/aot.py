@@ -7,42 +7,22 @@ is per JAX device.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
-from backends.jax.analysis import (
-    Collective,
-    Instruction,
-    KernelBytes,
-    Traffic,
-    declared_bytes,
-    measure_traffic,
-    parse_hlo,
-)
+from backends.jax.analysis import Collective, Instruction, KernelBytes, declared_bytes, measure_traffic, parse_hlo
 from backends.jax.analysis.hlo import HBM
+from backends.jax.compilation import compile_program
 from backends.jax.deployment import Deployment
 from backends.jax.kernels import choose_kernels
 from backends.jax.model_config import ModelConfig
 from backends.jax.sharding import create_mesh
 from backends.jax.step import StepShape
 from backends.jax.topology import open_topology, take_devices
-from engine.backend import BackendError
 from engine.config import EngineConfig
-from engine.errors import first_line
-
-__all__ = [
-    "Collective",
-    "ProgramReport",
-    "compile_step",
-    "open_deployment",
-    "open_topology",
-    "report_on",
-    "take_devices",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +35,10 @@ class ProgramReport:
     temp_bytes: int
     code_bytes: int
     hbm_bytes: int  # read and written in one run, without what attention kernels read of the KV cache
-    hbm_bytes_most: int  # likewise, where a step asks for penalties, log-probabilities and all
     flops: int
     collectives: tuple[Collective, ...]
     kernels: Mapping[str, int]  # calls of custom kernels in one run
-    largest: tuple[tuple[int, str], ...]  # (bytes, instruction) that move most
+    unknown_loops: int  # loops whose rounds are decided at run time, each counted once in bytes, FLOPs and collectives
     compile_seconds: float
 
     @property
@@ -101,31 +80,22 @@ def report_on(lowered: jax.stages.Lowered, kernel_bytes: KernelBytes = declared_
         BackendError: the compiler refuses it.
     """
     started = time.monotonic()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise BackendError(_compile_problem(error)) from error
+    compiled = compile_program(lowered)
     seconds = time.monotonic() - started
     memory = compiled.memory_analysis()
     assert memory is not None  # libtpu always has it
-    module = parse_hlo(compiled.as_text() or "")
-
-    def traffic(taken: Callable[[list[int]], int]) -> Traffic:
-        return measure_traffic(module, kernel_bytes=kernel_bytes, taken=taken)
-
-    usual = traffic(min)
+    traffic = measure_traffic(parse_hlo(compiled.as_text() or ""), kernel_bytes=kernel_bytes)
     return ProgramReport(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
-        hbm_bytes=usual.hbm_bytes,
-        hbm_bytes_most=traffic(max).hbm_bytes,
-        flops=usual.flops,
-        collectives=usual.collectives,
-        kernels=usual.kernels,
-        largest=usual.largest,
+        hbm_bytes=traffic.hbm_bytes,
+        flops=traffic.flops,
+        collectives=traffic.collectives,
+        kernels=traffic.kernels,
+        unknown_loops=traffic.unknown_loops,
         compile_seconds=seconds,
     )
 
@@ -144,17 +114,3 @@ def without_cache(cache_shape: tuple[int, ...]) -> KernelBytes:
         return read, written
 
     return kernel_bytes
-
-
-def _compile_problem(error: Exception) -> str:
-    """The compiler's refusal in one line."""
-    text = str(error)
-    size = r"([\d.]+[KMGT])"
-    used = re.search(rf"Used {size} of {size} hbm|required .*\({size}\) exceeds available HBM \({size}\)", text)
-    if used:
-        needed, available = filter(None, used.groups())
-        return (
-            f"the program needs {needed}iB of {available}iB HBM per chip; "
-            "use fewer KV blocks, more chips or int8 weights"
-        )
-    return f"the TPU compiler refuses the program: {first_line(error)}"

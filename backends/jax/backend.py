@@ -16,6 +16,7 @@ from backends.jax.compilation import (
     CompilationCounter,
     cache_dir,
     compile_all,
+    compile_program,
     enable_persistent_cache,
     programs_dir,
 )
@@ -119,7 +120,7 @@ class JaxBackend(Backend):
         store = self._program_store()
         if self._config.enable_jit:
             lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
-            obtain = store.load_or_compile if store else jax.stages.Lowered.compile
+            obtain = store.load_or_compile if store else compile_program
             self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress, obtain))
         cached = self._counter.cached - cached_before + (store.loaded if store else 0)
         for done, shape in enumerate(shapes, start=1):
@@ -160,7 +161,7 @@ class JaxBackend(Backend):
         else:
             program = self._programs.get(shape)
             if program is None:  # warmup=false: compile what is needed when it is needed
-                program = self._programs[shape] = self._lower(shape).compile()
+                program = self._programs[shape] = compile_program(self._lower(shape))
             outputs = program(self._params, self._state, self._tables, packed)
         self._state, result, prompt = outputs
         wants_logprobs = bool((batch.sampling.num_logprobs >= 0).any())

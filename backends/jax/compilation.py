@@ -5,6 +5,7 @@ Programs are lowered in the calling thread (tracing is Python) and compiled in a
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,8 +14,9 @@ from typing import Any
 
 import jax
 
-from engine.backend import Progress
+from engine.backend import BackendError, Progress
 from engine.config import EngineConfig
+from engine.errors import first_line
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -106,12 +108,24 @@ class CompilationCounter:
                 self._cached += 1
 
 
+def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles one program.
+
+    Raises:
+        BackendError: the compiler refuses it, for lack of memory or otherwise; one line.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise BackendError(_compile_problem(error)) from error
+
+
 def compile_all(
     lowered: Iterable[tuple[Any, Callable[[], jax.stages.Lowered]]],
     total: int,
     threads: int,
     progress: Progress,
-    obtain: Callable[[jax.stages.Lowered], Any] = jax.stages.Lowered.compile,
+    obtain: Callable[[jax.stages.Lowered], Any] = compile_program,
 ) -> Mapping[Any, Any]:
     """Lowers each (key, lower()) here and compiles in a pool of threads.
 
@@ -134,3 +148,17 @@ def compile_all(
             pool.shutdown(wait=False, cancel_futures=True)  # a failure is told before minutes of other programs
             raise
     return programs
+
+
+def _compile_problem(error: Exception) -> str:
+    """The compiler's refusal in one line."""
+    text = str(error)
+    size = r"([\d.]+[KMGT])"
+    used = re.search(rf"Used {size} of {size} hbm|required .*\({size}\) exceeds available HBM \({size}\)", text)
+    if used:
+        needed, available = filter(None, used.groups())
+        return (
+            f"the program needs {needed}iB of {available}iB HBM per chip; "
+            "use fewer KV blocks, more chips or int8 weights"
+        )
+    return f"the compiler refuses the program: {first_line(error)}"

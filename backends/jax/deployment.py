@@ -13,15 +13,14 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
+from backends.jax.attention import PagedAttention
 from backends.jax.buckets import Buckets
 from backends.jax.collectives import Collectives, MeshCollectives, SequenceCollectives
 from backends.jax.compilation import compiler_options
-from backends.jax.kernels import Kernels
+from backends.jax.kernels import Kernels, paged_attention
 from backends.jax.layout import ParameterLayout
 from backends.jax.memory import CPU_DEFAULT_KV_BYTES, KVPlan, plan_kv_cache
 from backends.jax.model import Decoder, Params
@@ -30,10 +29,10 @@ from backends.jax.operations import NativeOperations, Operations, XlaOperations
 from backends.jax.partition import TPU_LANES, Partition
 from backends.jax.sampling import sample_native, sample_xla
 from backends.jax.selection import TokenSelector
-from backends.jax.sharding import MODEL, bytes_per_device, sharded_shape
-from backends.jax.slots import SlotTables, new_slot_tables
+from backends.jax.sharding import MODEL, sharded_shape
+from backends.jax.slots import SlotTables, history_shape, slot_bytes, slot_table_shapes
 from backends.jax.step import DeviceState, StepProgram, StepShape
-from backends.jax.storage import DenseStorage, Int8Storage, PackedInt8Storage, PackedStorage, Storage
+from backends.jax.storage import choose_storage
 from engine.backend import BackendError, Capabilities
 from engine.config import EngineConfig
 
@@ -103,15 +102,8 @@ class Deployment:
     @cached_property
     def attention(self) -> PagedAttention:
         """Attention of one chip's heads."""
-        heads = self.partition.heads
-        return _ATTENTION[self.kernels](
-            num_layers=self.model.num_layers,
-            num_heads=heads.heads_per_chip,
-            num_kv_heads=heads.kv_heads_per_chip,
-            head_dim=self.model.head_dim,
-            block_size=self.config.block_size,
-            window=self.model.sliding_window,
-            dtype=self.dtype,
+        return paged_attention(
+            self.kernels, self.model, self.partition.heads, block_size=self.config.block_size, dtype=self.dtype
         )
 
     def supported(self) -> Deployment:
@@ -130,15 +122,9 @@ class Deployment:
 
     @cached_property
     def layout(self) -> ParameterLayout:
+        storage = choose_storage(self.dtype, self.config.quantization, packed=self.kernels == "native")
         stacked = self.stacked if self.stacked is not None else self.platform != "cpu" or self.kernels == "native"
-        return ParameterLayout(partition=self.partition, mesh=self.mesh, storage=self._storage, stacked=stacked)
-
-    @property
-    def _storage(self) -> Storage:
-        dtype = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float32)
-        if self.config.quantization == "int8":
-            return PackedInt8Storage(dtype=dtype) if self.kernels == "native" else Int8Storage(dtype=dtype)
-        return PackedStorage(dtype=dtype) if self.kernels == "native" else DenseStorage(dtype=dtype)
+        return ParameterLayout(partition=self.partition, mesh=self.mesh, storage=storage, stacked=stacked)
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -161,20 +147,20 @@ class Deployment:
 
     def state_shapes(self, num_blocks: int) -> DeviceState:
         cache = self.attention.cache_shape(num_blocks)
-        history = (self.config.max_decode_seqs + 1, self.max_model_len + 1)  # padding rows write to the last slot
+        history = history_shape(self.config.max_decode_seqs, self.max_model_len)
         return DeviceState(
             cache=sharded_shape(self.mesh, cache.shape, ("chips",), cache.dtype),  # type: ignore[arg-type]
             history=sharded_shape(self.mesh, history, (), np.int32),  # type: ignore[arg-type]
         )
 
     def table_shapes(self) -> SlotTables:
-        tables = jax.eval_shape(lambda: new_slot_tables(self.config.max_decode_seqs, self.capabilities))
+        tables = slot_table_shapes(self.config.max_decode_seqs, self.capabilities)
         shapes: SlotTables = jax.tree.map(lambda x: sharded_shape(self.mesh, x.shape, (), x.dtype), tables)
         return shapes
 
-    @cached_property
+    @property
     def weight_bytes_per_device(self) -> int:
-        return bytes_per_device(self.parameter_shapes())
+        return sum(p.num_bytes for p in self.layout.stored)
 
     @property
     def kv_bytes_per_block_per_device(self) -> int:
@@ -183,7 +169,7 @@ class Deployment:
     @property
     def other_bytes_per_device(self) -> int:
         """Token history and slot tables."""
-        return bytes_per_device((self.state_shapes(0).history, self.table_shapes()))
+        return slot_bytes(self.config.max_decode_seqs, self.max_model_len, self.capabilities)
 
     def plan(self, device_bytes: int) -> KVPlan:
         """How many blocks and how long a sequence fit into a device's memory.
@@ -273,11 +259,3 @@ class Deployment:
         if fewest is None:
             fewest = tokens + 1 if self.platform == "cpu" else TPU_SHARED_BYTES // (4 * self.model.hidden_size)
         return self.kernels != "native" and tokens >= max(fewest, self.chips) and tokens % self.chips == 0
-
-
-_ATTENTION: dict[Kernels, type[PagedAttention]] = {
-    "native": NativeAttention,
-    "xla": XlaAttention,
-    "pallas": PallasAttention,
-    "library": LibraryAttention,
-}

@@ -6,8 +6,9 @@ import logging
 from typing import Literal
 
 from backends.jax import native
-from backends.jax.attention import NativeAttention
+from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.compilation import cache_dir, default_cache_dir
+from backends.jax.heads import HeadLayout
 from backends.jax.model_config import ModelConfig
 from backends.jax.native.build import BuildError
 from engine.backend import BackendError
@@ -23,6 +24,28 @@ _CHOICES: dict[str, dict[str, Kernels]] = {
     "tpu": {"auto": "pallas", "pallas": "pallas", "jax": "library", "xla": "xla"},
 }
 """What each value of the option `attention` means on a platform."""
+
+_ATTENTION: dict[Kernels, type[PagedAttention]] = {
+    "native": NativeAttention,
+    "xla": XlaAttention,
+    "pallas": PallasAttention,
+    "library": LibraryAttention,
+}
+
+
+def paged_attention(
+    kernels: Kernels, model: ModelConfig, heads: HeadLayout, *, block_size: int, dtype: str
+) -> PagedAttention:
+    """The attention of one chip's heads, whether it can do their shapes or not."""
+    return _ATTENTION[kernels](
+        num_layers=model.num_layers,
+        num_heads=heads.heads_per_chip,
+        num_kv_heads=heads.kv_heads_per_chip,
+        head_dim=model.head_dim,
+        block_size=block_size,
+        window=model.sliding_window,
+        dtype=dtype,
+    )
 
 
 def check_attention(config: EngineConfig, platform: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ class StoredParameter:
     parameter: Parameter
     storage: Storage
     shape: tuple[int, ...]  # of one chip's part, as a matrix [out, in] or a vector
+    times: int  # layers that have one
 
     @property
     def name(self) -> str:
@@ -35,6 +37,12 @@ class StoredParameter:
     def arrays(self) -> Mapping[str, StoredArray]:
         return self.storage.stored(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """What a chip holds of it, of all layers."""
+        one_layer = sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
+        return one_layer * self.times
+
     def axes(self, array: str) -> Axes:
         """Logical axes of a stored array's dimensions."""
         dims = self.arrays[array].dims
@@ -42,6 +50,22 @@ class StoredParameter:
 
     def leaf(self, arrays: Mapping[str, Any]) -> Any:
         return self.storage.leaf(arrays, self.shape[0])
+
+
+def stored_parameters(partition: Partition, storage: Storage) -> tuple[StoredParameter, ...]:
+    """All parameters of a model in load order, as they are cut and stored; `storage` is that of matrices."""
+
+    def stored(parameter: Parameter) -> StoredParameter:
+        rows = sum(partition.local_size(source.axes[0]) for source in parameter.sources)
+        rest = (partition.local_size(axis) for axis in parameter.axes[1:])
+        return StoredParameter(
+            parameter=parameter,
+            storage=storage if parameter.is_matrix else VectorStorage(),
+            shape=(rows, *rest),
+            times=partition.model.num_layers if parameter.per_layer else 1,
+        )
+
+    return tuple(map(stored, parameters(partition.model)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +88,7 @@ class ParameterLayout:
     @cached_property
     def stored(self) -> tuple[StoredParameter, ...]:
         """All parameters in load order."""
-        return tuple(self._stored(parameter) for parameter in parameters(self.partition.model))
-
-    def _stored(self, parameter: Parameter) -> StoredParameter:
-        rows = sum(self.partition.local_size(source.axes[0]) for source in parameter.sources)
-        rest = (self.partition.local_size(axis) for axis in parameter.axes[1:])
-        storage = self.storage if parameter.is_matrix else VectorStorage()
-        return StoredParameter(parameter=parameter, storage=storage, shape=(rows, *rest))
+        return stored_parameters(self.partition, self.storage)
 
     def shapes(self) -> Params:
         """The tree of parameters with ShapeDtypeStructs in place of arrays."""

@@ -54,6 +54,16 @@ def check_context(config: EngineConfig, model_max_len: int) -> None:
         )
 
 
+def bytes_for_blocks(budget: int, taken: int, bytes_per_block: int) -> int:
+    """What a budget leaves for KV blocks beside the dump block for padding; negative if it is overdrawn."""
+    return budget - taken - bytes_per_block
+
+
+def useful_blocks(rows: int, max_model_len: int, block_size: int) -> int:
+    """KV blocks that so many sequences of the longest kind fill; more would never be used."""
+    return rows * -(-max_model_len // block_size)
+
+
 def plan_kv_cache(
     config: EngineConfig,
     *,
@@ -78,15 +88,14 @@ def plan_kv_cache(
     check_context(config, model_max_len)
     wanted_len = config.max_model_len or model_max_len
     budget = int(device_bytes * config.hbm_utilization_factor)
-    kv_bytes = budget - weight_bytes - other_bytes - bytes_per_block  # the last is the dump block
+    kv_bytes = bytes_for_blocks(budget, weight_bytes + other_bytes, bytes_per_block)
     if kv_bytes < bytes_per_block:
         raise BackendError(
             f"the weights take {weight_bytes / GIB:.2f} GiB of the budget of {budget / GIB:.2f} GiB, leaving no room "
             "for KV blocks; raise device_memory_gib or hbm_utilization_factor"
         )
-    num_blocks = _num_blocks(
-        config, kv_bytes, bytes_per_block, kv_limit, most_useful=max_rows * -(-wanted_len // config.block_size)
-    )
+    most_useful = useful_blocks(max_rows, wanted_len, config.block_size)
+    num_blocks = _num_blocks(config, kv_bytes, bytes_per_block, kv_limit, most_useful)
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted_len:
         cause = "num_blocks" if config.num_blocks else "device_memory_gib"

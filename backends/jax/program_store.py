@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 from jax.experimental import serialize_executable
 
-from backends.jax.compilation import compiler_options
+from backends.jax.compilation import compile_program, compiler_options
 from engine.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ProgramStore:
         return program
 
     def load_or_compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return self.load(lowered) or lowered.compile()
+        return self.load(lowered) or compile_program(lowered)
 
     def save(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Path:
         """Writes a program; readers see all of it or nothing."""

@@ -6,7 +6,9 @@ every chip has whole rows of a share of them, and the code for one chip does the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,9 @@ from backends.jax.sampling import Sampler
 from backends.jax.slots import SlotTables
 
 ROWS_AT_ONCE = 32
+
+Choose = Callable[[jax.Array, RowParams, jax.Array], tuple[jax.Array, jax.Array]]
+"""(logits [R, vocab], rows, num_rows [1]) -> chosen ids [R], packed log-probabilities [R, LOGPROB_COLUMNS]."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,15 +56,16 @@ class TokenSelector:
         Returns:
             Chosen ids [R] int32, and packed log-probabilities [R, LOGPROB_COLUMNS], zeros if nobody wants them.
         """
+        choose = partial(self._choose, history, tables, wanted)
         if self.one_pass and collectives.chips == 1:
-            return self._choose(logits, history, tables, rows, wanted, num_rows)
+            return choose(logits, rows, num_rows)
         total = logits.shape[0]
 
         def dealt_out() -> tuple[jax.Array, jax.Array]:
             share = collectives.whole_rows(logits)
             own = collectives.own_rows(rows)
             valid = collectives.local_rows(num_rows, share.shape[0])
-            chosen, packed = self._whole(share, history, tables, own, wanted, valid)
+            chosen, packed = choose(share, own, valid) if self.one_pass else _in_groups(choose, share, own, valid)
             nothing = no_logprobs(total)
             packed = jax.lax.cond(wanted.logprobs, lambda: collectives.gather_rows(packed)[:total], lambda: nothing)
             return collectives.gather_rows(chosen)[:total], packed
@@ -70,48 +76,16 @@ class TokenSelector:
         chosen, packed = jax.lax.cond(wanted.rewrites | wanted.draws | wanted.logprobs, dealt_out, greedy)
         return chosen, packed
 
-    def _whole(
-        self,
-        logits: jax.Array,
-        history: jax.Array,
-        tables: SlotTables,
-        rows: RowParams,
-        wanted: Wanted,
-        num_rows: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The same for logits of the whole vocabulary (and padding behind), a few rows at one time: choosing takes
-        several times the memory of the logits."""
-        total = logits.shape[0]
-        size = min(total, ROWS_AT_ONCE)
-        if self.one_pass or size == total:
-            return self._choose(logits, history, tables, rows, wanted, num_rows)
-
-        def one_group(number: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            start = jnp.minimum(number * size, total - size)  # the last one overlaps the one before
-
-            def part(x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(x, start, size)
-
-            valid = jnp.clip(num_rows - start, 0, size)
-            new = self._choose(part(logits), history, tables, jax.tree.map(part, rows), wanted, valid)
-            ids, packed = (
-                jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(chosen, new, strict=True)
-            )
-            return ids, packed
-
-        nothing = (jnp.zeros(total, jnp.int32), no_logprobs(total))
-        ids, packed = jax.lax.fori_loop(0, -(-total // size), one_group, nothing)
-        return ids, packed
-
     def _choose(
         self,
-        logits: jax.Array,
         history: jax.Array,
         tables: SlotTables,
-        rows: RowParams,
         wanted: Wanted,
+        logits: jax.Array,
+        rows: RowParams,
         num_rows: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
+        """The same for logits of the whole vocabulary, and padding behind."""
         logits = logits[:, : self.vocab_size]
         final = jax.lax.cond(wanted.rewrites, lambda: rewrite_logits(logits, history, tables, rows), lambda: logits)
         chosen = self.sampler(final, rows, num_rows)
@@ -127,3 +101,25 @@ class TokenSelector:
 
 def no_logprobs(rows: int) -> jax.Array:
     return jnp.zeros((rows, LOGPROB_COLUMNS), jnp.int32)
+
+
+def _in_groups(choose: Choose, logits: jax.Array, rows: RowParams, num_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Chooses for a few rows at one time, because choosing takes several times the memory of the logits."""
+    total = logits.shape[0]
+    size = min(total, ROWS_AT_ONCE)
+    if size == total:
+        return choose(logits, rows, num_rows)
+
+    def one_group(number: jax.Array, chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start = jnp.minimum(number * size, total - size)  # the last one overlaps the one before
+
+        def part(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+        new = choose(part(logits), jax.tree.map(part, rows), jnp.clip(num_rows - start, 0, size))
+        ids, packed = (jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(chosen, new, strict=True))
+        return ids, packed
+
+    nothing = (jnp.zeros(total, jnp.int32), no_logprobs(total))
+    ids, packed = jax.lax.fori_loop(0, -(-total // size), one_group, nothing)
+    return ids, packed

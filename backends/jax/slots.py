@@ -6,6 +6,7 @@ see tokens that the host has not read yet. The rest is uploaded once, when a req
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -38,6 +39,24 @@ def new_slot_tables(num_slots: int, limits: Capabilities) -> SlotTables:
         bad_words=jnp.full((rows, limits.bad_words, limits.bad_word_tokens), NOTHING, jnp.int32),
         stop_ids=jnp.full((rows, limits.stop_ids), NOTHING, jnp.int32),
     )
+
+
+def slot_table_shapes(num_slots: int, limits: Capabilities) -> SlotTables:
+    """`new_slot_tables` with ShapeDtypeStructs in place of arrays."""
+    shapes: SlotTables = jax.eval_shape(lambda: new_slot_tables(num_slots, limits))
+    return shapes
+
+
+def history_shape(num_slots: int, max_model_len: int) -> tuple[int, int]:
+    """Token history, int32: one slot more, to which padding rows write, and one token, which nobody reads."""
+    return num_slots + 1, max_model_len + 1
+
+
+def slot_bytes(num_slots: int, max_model_len: int, limits: Capabilities) -> int:
+    """What history and tables take, on each device."""
+    tables: list[jax.ShapeDtypeStruct] = jax.tree.leaves(slot_table_shapes(num_slots, limits))
+    sizes = [(x.shape, x.dtype.itemsize) for x in tables] + [(history_shape(num_slots, max_model_len), 4)]
+    return sum(math.prod(shape) * item for shape, item in sizes)
 
 
 def slot_row(state: SlotState, limits: Capabilities, width: int) -> tuple[SlotTables, jax.Array]:

@@ -164,3 +164,17 @@ class PackedInt8Storage(QuantizingStorage):
     def leaf(self, arrays: Mapping[str, Any], out_features: int) -> PackedInt8Weight:
         exact = self.dtype == _FLOAT32
         return PackedInt8Weight(data=arrays["data"], scale=arrays["scale"], out_features=out_features, exact=exact)
+
+
+def choose_storage(dtype: str, quantization: str | None, *, packed: bool) -> Storage:
+    """How matrices are kept.
+
+    Args:
+        dtype: "bfloat16" or "float32", of what is not quantized.
+        quantization: None or "int8".
+        packed: for the native CPU kernels.
+    """
+    item = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+    if quantization == "int8":
+        return PackedInt8Storage(dtype=item) if packed else Int8Storage(dtype=item)
+    return PackedStorage(dtype=item) if packed else DenseStorage(dtype=item)

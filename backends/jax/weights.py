@@ -40,9 +40,7 @@ class DenseWeight:
         return DenseWeight(data=jax.lax.dynamic_index_in_dim(self.data, layer, keepdims=False))
 
     def linear(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:  # noqa: ARG002
-        # [out, in] contracted last with last, and a float32 result, is what XLA's CPU and TPU products do best.
-        dimensions = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(x.astype(self.data.dtype), self.data, dimensions, preferred_element_type=jnp.float32)
+        return _product(x, self.data)
 
     def take_rows(self, ids: jax.Array) -> jax.Array:
         return jnp.take(self.data, ids, axis=0).astype(jnp.float32)
@@ -67,11 +65,7 @@ class QuantizedWeight:
         return replace(self, data=data, scale=scale)
 
     def linear(self, x: jax.Array, num_tokens: jax.Array) -> jax.Array:  # noqa: ARG002
-        dtype = jnp.dtype(self.dtype)
-        product = jax.lax.dot_general(
-            x.astype(dtype), self.data.astype(dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        return product * self.scale
+        return _product(x, self.data.astype(self.dtype)) * self.scale
 
     def take_rows(self, ids: jax.Array) -> jax.Array:
         rows = jnp.take(self.data, ids, axis=0).astype(jnp.float32)
@@ -126,3 +120,10 @@ class PackedInt8Weight:
         block, place = ids // native.BLOCK, ids % native.BLOCK
         rows = self.data[0, block, :, place, :].reshape(ids.shape[0], -1).astype(jnp.float32)
         return rows * self.scale[0, block, place][:, None]
+
+
+def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [t, in] times matrix [out, in] in the matrix' type, summed up in float32."""
+    # Contracted last with last, and a float32 result, is what XLA's CPU and TPU products do best.
+    dimensions = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x.astype(matrix.dtype), matrix, dimensions, preferred_element_type=jnp.float32)

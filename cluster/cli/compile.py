@@ -19,8 +19,6 @@ from cluster.topology import TopologyError, TpuSlice, find_topology
 from engine.backend import BackendError
 from engine.config import GIB, ConfigError, EngineConfig
 
-DEFAULT_OUT = "~/.cache/sliceserve"
-
 
 def compile_command(argv: Sequence[str]) -> int:
     """Compiles as the flags say. Returns the exit code."""
@@ -34,12 +32,12 @@ def compile_command(argv: Sequence[str]) -> int:
         config = EngineConfig.from_args({**given(flags), "backend": "tpu"})
         if config.compilation_cache_dir is not None:
             raise FlagError("--compilation_cache_dir is the server's option; say here where to with --out")
-        return _compile(config, topology, Path(flags.out).expanduser(), threads)
+        return _compile(config, topology, flags.out, threads)
     except (FlagError, ConfigError, TopologyError) as error:
         print(f"sliceserve compile: {error}", file=sys.stderr)
         return 2
     except (BackendError, PlanError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"sliceserve compile: {error}", file=sys.stderr)
         return 1
 
 
@@ -56,13 +54,20 @@ def _positive(flag: str, text: str) -> int:
     return int(text)
 
 
-def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) -> int:
+def _compile(config: EngineConfig, topology: TpuSlice, folder: str | None, threads: int) -> int:
     from backends.jax.aot import open_deployment
-    from backends.jax.compilation import compile_all, name_sources_alike, programs_dir
+    from backends.jax.compilation import (
+        compile_all,
+        compile_program,
+        default_cache_dir,
+        name_sources_alike,
+        programs_dir,
+    )
     from backends.jax.open_model import as_configured
     from backends.jax.program_store import ProgramStore
     from cluster.plan.models import open_model_config
 
+    out = default_cache_dir() if folder is None else Path(folder).expanduser()
     name_sources_alike()
     model = as_configured(open_model_config(config.model), config)
     deployment = open_deployment(config, model, topology.name)
@@ -75,7 +80,7 @@ def _compile(config: EngineConfig, topology: TpuSlice, out: Path, threads: int) 
     print(f"compiling {len(shapes)} programs of {config.model_name} for {topology.name} …", file=sys.stderr, flush=True)
     started = time.monotonic()
     lowered = ((shape, partial(deployment.lower, shape, *arguments)) for shape in shapes)
-    compile_all(lowered, len(shapes), threads, _show, lambda program: store.save(program, program.compile()))
+    compile_all(lowered, len(shapes), threads, _show, lambda program: store.save(program, compile_program(program)))
     print(f"{len(shapes)} programs in {programs_dir(out)}, {time.monotonic() - started:.0f} s", file=sys.stderr)
     print(server_options(config, plan.num_blocks, plan.max_model_len, out))
     return 0
@@ -100,9 +105,8 @@ def _parser() -> FlagParser:
     group.add_argument("--topology", metavar="text", help="The slice: v5e:2x4, v6e:2x2, v5p:2x2x1, …")
     group.add_argument(
         "--out",
-        default=DEFAULT_OUT,
         metavar="text",
-        help="Folder for the programs; TPU hosts get it as --compilation_cache_dir. (default: %(default)s)",
+        help="Folder for the programs; TPU hosts get it as --compilation_cache_dir. (default: this machine's cache)",
     )
     group.add_argument("--threads", default="2", metavar="int", help="Programs at a time. (default: %(default)s)")
     add_config_flags(parser)

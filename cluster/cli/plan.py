@@ -8,16 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.cli.flags import FlagError, FlagParser
 from cluster.plan.errors import PlanError
 from cluster.plan.workload import EXAMPLE, SLO_EXAMPLE, Slo, Workload
-from cluster.topology import GENERATIONS, TopologyError, TpuSlice, find_topology, tpu_slices
+from cluster.topology import GENERATIONS, NeuronInstance, TopologyError, TpuSlice, find_topology, tpu_slices
 from engine.config import ConfigError, EngineConfig
 
-if TYPE_CHECKING:
-    from cluster.plan.search import Rank
+if TYPE_CHECKING:  # what needs JAX is imported once the flags are found to be right
+    from backends.jax.model_config import ModelConfig
+    from cluster.plan.programs import Programs
+    from cluster.plan.request import PlanRequest
+    from cluster.plan.search import Candidate, Rank
 
 DESCRIPTION = """Find out what a model needs on a TPU slice and what it can reach there: memory and KV capacity, the
 roofline of its steps, bounds for throughput and latency, cost. Compiles the real programs; needs neither TPU nor
@@ -77,7 +80,7 @@ class _Task:
         from cluster.plan.chart import check_chart
         from cluster.plan.prices import load_prices
 
-        if flags.model is None:
+        if not flags.model:
             raise FlagError("--model is missing: a folder, a config.json, a .gguf file or a hub id")
         self.flags = flags
         self.engine = EngineConfig.from_args(
@@ -88,7 +91,9 @@ class _Task:
         if flags.chart is not None:
             check_chart(flags.chart)
 
-    def request(self, topology: Any, tensor_parallel: int, data_parallel: int, model: Any) -> Any:
+    def request(
+        self, topology: TpuSlice | NeuronInstance, tensor_parallel: int, data_parallel: int, model: ModelConfig
+    ) -> PlanRequest:
         from cluster.plan.request import PlanRequest, default_step_tokens
 
         prefill, decode = self.flags.disagg_topo or (0, 0)
@@ -117,9 +122,11 @@ class _Plan(_Task):
 
     def __init__(self, flags: argparse.Namespace) -> None:
         super().__init__(flags)
-        if flags.topology is None:
+        if not flags.topology:
             raise FlagError("--topology is missing (v5e:2x4, v6e-8, inf2.48xlarge, ...), or let --search choose")
         self.topology = find_topology(flags.topology)
+        if flags.chart is not None and isinstance(self.topology, NeuronInstance):
+            raise FlagError("--chart draws TPU plans; Neuron instances are planned for memory only")
 
     def run(self) -> int:
         from cluster.plan.models import open_model_config
@@ -158,6 +165,8 @@ class _Search(_Task):
         self.slo = Slo() if flags.slo is None else Slo.parse(flags.slo)
         self.rank: Rank = flags.rank or RANK
         self.max_chips: int = flags.max_chips or MAX_CHIPS
+        if flags.topology == "":
+            raise FlagError("--topology= is empty: name slices or generations, or leave it out for all")
         self.slices = _slices(flags.topology, self.max_chips)
 
     def run(self) -> int:
@@ -181,7 +190,7 @@ class _Search(_Task):
             print(search_text(found, self.workload, self.prices))
         return 0
 
-    def _compiled(self, candidate: Any) -> Any:
+    def _compiled(self, candidate: Candidate) -> Candidate:
         """The candidate with measured programs; as it is where they can't be compiled."""
         from cluster.plan.planner import make_plan
 
@@ -193,7 +202,7 @@ class _Search(_Task):
         return replace(candidate, plan=measured) if measured.performance is not None else candidate
 
 
-def _compile(request: Any) -> Any:
+def _compile(request: PlanRequest) -> Programs:
     from cluster.plan.compiled import compile_programs
 
     print(f"compiling for {request.topology.name} …", file=sys.stderr, flush=True)
@@ -250,7 +259,7 @@ def _parser() -> FlagParser:
         "--no_compile",
         dest="compile",
         action="store_false",
-        help="by formula: no libtpu needed, a second instead of many",
+        help="by formula: no libtpu needed, seconds instead of half a minute",
     )
     output.add_argument("--compare", action="store_true", help="how the planner does against published figures")
     return parser

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cluster.plan.fitting import fits
-from cluster.plan.request import PlanRequest, choose_parallelism
+from cluster.plan.request import PlanRequest, choose_parallelism, default_step_tokens
 from cluster.topology import NEURON_INSTANCES, NeuronInstance, TpuSlice, tpu_slices
+from engine.config import EngineConfig
 
 _SHORTEST = 512  # tokens; a shorter context is no advice
 _MOST_CHIPS = 64
@@ -15,8 +16,21 @@ _MOST_CHIPS = 64
 
 def what_would_fit(request: PlanRequest) -> str:
     """Half a sentence for an error."""
-    ways = [way for way in (_slice(request), _int8(request), _context(request)) if way]
+    ways = [way for way in (_option(request), _slice(request), _int8(request), _context(request)) if way]
     return "it fits " + ", or ".join(ways) if ways else f"no slice of up to {_MOST_CHIPS} chips holds it"
+
+
+def _option(request: PlanRequest) -> str | None:
+    """An option that was set, where its default would do."""
+    factor = float(EngineConfig.model_fields["hbm_utilization_factor"].default)
+    tokens = default_step_tokens(request.max_rows)
+    for name, value, changed in (
+        ("hbm_utilization_factor", factor, replace(request, utilization=factor)),
+        ("max_num_batched_tokens", tokens, replace(request, step_tokens=tokens)),
+    ):
+        if changed != request and fits(changed):
+            return f"with {name}={value:g}"
+    return None
 
 
 def _slice(request: PlanRequest) -> str | None:

@@ -28,9 +28,9 @@ def check_chart(path: Path) -> None:
     """Finds out before the planning whether a picture can be drawn.
 
     Raises:
-        PlanError: not a PNG file, or matplotlib is missing.
+        PlanError: not a name for a PNG file, or matplotlib is missing.
     """
-    if path.suffix != ".png":
+    if path.suffix != ".png" or path.is_dir():
         raise PlanError(f"--chart={path}: use a name that ends in .png")
     if not path.absolute().parent.is_dir():
         raise PlanError(f"--chart={path}: no folder {path.parent}")
@@ -44,10 +44,8 @@ def write_chart(path: Path, plan: Plan, prices: Prices, title: str) -> None:
     """Draws the plan into a PNG file.
 
     Raises:
-        PlanError: the plan has no performance to draw, or the file can't be written.
+        PlanError: the file can't be written.
     """
-    if plan.performance is None:
-        raise PlanError("--chart draws TPU plans; Neuron instances are planned for memory only")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.8), layout="constrained")

@@ -92,6 +92,7 @@ def _compile(request: PlanRequest, config: EngineConfig) -> Programs:
         ),
         num_programs=len(shapes),
         compile_seconds=max(decode.compile_seconds, prefill.compile_seconds),
+        unknown_loops=decode.unknown_loops + prefill.unknown_loops,
     )
 
 

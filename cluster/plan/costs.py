@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from cluster.plan.sizing import Shard
-
-_ACTIVATION_BYTES = 2
+from cluster.plan.sizing import ITEM_BYTES, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +60,7 @@ class AnalyticCosts:
     def decode(self, rows: float, context: float) -> StepCost:
         shard = self.shard
         seen = self._seen(context)
-        embedding = rows * shard.config.hidden_size * shard.item_bytes
+        embedding = rows * shard.config.hidden_size * ITEM_BYTES
         return StepCost(
             hbm_bytes=self.weight_reads + embedding + rows * (seen + 1) * shard.kv_bytes_per_token,
             flops=rows * (2 * (shard.layer_parameters + shard.head_parameters) + self._attention_flops(seen)),
@@ -75,7 +73,7 @@ class AnalyticCosts:
         seen = self._seen(context)
         # Keys of earlier tokens are read once a chunk and not once a token: left out, as the bound wants it.
         return StepCost(
-            hbm_bytes=tokens * (shard.kv_bytes_per_token + shard.config.hidden_size * shard.item_bytes),
+            hbm_bytes=tokens * (shard.kv_bytes_per_token + shard.config.hidden_size * ITEM_BYTES),
             flops=tokens * (2 * shard.layer_parameters + self._attention_flops(seen)) + 2 * shard.head_parameters,
             ici_bytes=self._all_reduced(tokens),
             collectives=0,  # they join those of the step
@@ -102,7 +100,7 @@ class AnalyticCosts:
     def _all_reduced(self, tokens: float) -> float:
         """Sent for the step's sums over the group."""
         shard = self.shard
-        each = tokens * shard.config.hidden_size * _ACTIVATION_BYTES
+        each = tokens * shard.config.hidden_size * ITEM_BYTES
         return (2 * shard.config.num_layers + 1) * sent_bytes(
             "all-reduce", each, shard.tensor_parallel, self.devices_per_chip
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from backends.jax.memory import bytes_for_blocks, useful_blocks
 from cluster.plan.workload import Workload
 
 RESERVE = 0.01
@@ -90,8 +91,8 @@ def plan_memory(
         shortest: tokens of the sequences that have to fit in any case.
     """
     budget = int(usable_bytes * factor)
-    left = budget - weight_bytes - other_bytes - kv_bytes_per_block  # the last is the dump block
-    most_useful = max_rows * -(-(max_model_len or model_max_len) // block_size)
+    left = bytes_for_blocks(budget, weight_bytes + other_bytes, kv_bytes_per_block)
+    most_useful = useful_blocks(max_rows, max_model_len or model_max_len, block_size)
     blocks = max(0, min(left // kv_bytes_per_block, most_useful))
     return MemoryPlan(
         usable_bytes=usable_bytes,

@@ -34,6 +34,10 @@ def notes_on(plan: Plan) -> list[str]:
             )
     if plan.programs.source == "formula" and not isinstance(request.topology, NeuronInstance):
         notes.append("by formula: nothing was compiled")
+    if plan.programs.unknown_loops:
+        notes.append(
+            f"{plan.programs.unknown_loops} loops of the programs run as often as requests want; each is counted once"
+        )
     if request.prefill_slices:
         notes.append("moving keys and values from prefill to decode is taken as hidden behind computing")
     return notes

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
-from backends.jax.attention import PallasAttention
+from backends.jax.attention import PagedAttention
+from backends.jax.kernels import Kernels, paged_attention
+from backends.jax.slots import slot_bytes
 from cluster.plan.costs import AnalyticCosts, StepCosts
 from cluster.plan.request import PlanRequest
+from cluster.plan.sizing import DTYPE, Shard
 from cluster.topology import NeuronInstance
+from engine.backend import Capabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +27,7 @@ class Programs:
     costs: StepCosts
     num_programs: int = 0  # compiled
     compile_seconds: float = 0.0
+    unknown_loops: int = 0  # of the compiled programs; each is counted once
 
 
 def formula_programs(request: PlanRequest) -> Programs:
@@ -31,11 +37,16 @@ def formula_programs(request: PlanRequest) -> Programs:
     return Programs(
         source="formula",
         weight_bytes=shard.weight_bytes,
-        other_bytes=shard.history_bytes(request.max_rows, max_len) + shard.table_bytes(request.max_rows),
+        other_bytes=_slot_bytes(request.max_rows, max_len),
         kv_bytes_per_block=_kv_bytes_per_block(request),
         temporary_bytes=shard.temporary_bytes(request.step_tokens, request.max_rows),
         costs=AnalyticCosts(shard=shard, devices_per_chip=request.devices_per_chip),
     )
+
+
+@cache
+def _slot_bytes(rows: int, max_model_len: int) -> int:
+    return slot_bytes(rows, max_model_len, Capabilities())
 
 
 def _kv_bytes_per_block(request: PlanRequest) -> int:
@@ -43,12 +54,13 @@ def _kv_bytes_per_block(request: PlanRequest) -> int:
     shard = request.shard
     if isinstance(request.topology, NeuronInstance):
         return shard.kv_bytes_per_token * request.block_size
-    return PallasAttention(
-        num_layers=request.model.num_layers,
-        num_heads=shard.query_heads,
-        num_kv_heads=shard.kv_heads,
-        head_dim=request.model.head_dim,
-        block_size=request.block_size,
-        window=request.model.sliding_window,
-        dtype="bfloat16",
-    ).bytes_per_block
+    return _tpu_bytes_per_block(shard, request.block_size)
+
+
+@cache
+def _tpu_bytes_per_block(shard: Shard, block_size: int) -> int:
+    def attention(kernels: Kernels) -> PagedAttention:
+        return paged_attention(kernels, shard.config, shard.partition.heads, block_size=block_size, dtype=DTYPE)
+
+    ours = attention("pallas")
+    return (ours if ours.problem() is None else attention("xla")).bytes_per_block

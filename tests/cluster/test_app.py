@@ -33,6 +33,12 @@ def test_replicas_that_share_a_tpu_host_reserve_their_chips() -> None:
     assert engine_resources({**options, "backend": "cpu"}) == {}
 
 
+@pytest.mark.parametrize("size", [3, 16])
+def test_replicas_that_ray_could_not_place_on_a_tpu_host_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="1, 2, 4, 8 chips"):
+        build_app({"backend": "tpu", "data_parallel_size": 2, "tensor_parallel_size": size})
+
+
 def engine_resources(options: dict[str, object]) -> dict[str, float]:
     engine = build_app(options)._bound_deployment.init_args[1]
     resources: dict[str, float] = engine._bound_deployment.ray_actor_options.get("resources", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from dataclasses import replace
 
 import pytest
@@ -321,3 +322,19 @@ async def test_an_engine_hangs_up_on_an_ingress_that_talks_nonsense(line, reader
         while lost != [connection]:
             await asyncio.sleep(0.01)
     assert reader.requests.empty()
+
+
+async def test_a_line_that_could_not_be_made_is_tried_anew_even_if_its_caller_had_left(reader: Reader) -> None:
+    outbox = Outbox("one", reader)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = MailboxAddress(host="127.0.0.1", port=taken.getsockname()[1], secret="0" * 32)
+        caller = asyncio.create_task(outbox.connect(address))
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait([caller])
+        await asyncio.sleep(0.1)  # the connection is refused meanwhile
+        taken.listen()
+        connection = await outbox.connect(address)
+        connection.close()
+    outbox.close()

@@ -7,11 +7,16 @@ import inspect
 import ipaddress
 
 import ray
+import ray._private.accelerators.tpu as ray_tpu
 import ray.serve._private.constants as serve_constants
 from ray import serve
+from ray.serve import context as serve_context
 from ray.serve import handle
+from ray.serve._private.default_impl import get_request_metadata
+from ray.serve._private.handle_options import DynamicHandleOptions
 
 from cluster import ray_compat, ray_environment
+from cluster.app import TPU_CHIPS
 from cluster.mailbox import MailboxAddress
 from cluster.messages import Ticket
 from cluster.router import EngineRouter
@@ -48,6 +53,24 @@ def test_broadcast_and_cancellation_are_parts_of_handles() -> None:
     assert callable(handle.DeploymentHandle.broadcast)
     assert "return_exceptions" in inspect.signature(handle.DeploymentBroadcastResponse.results_async).parameters
     assert callable(handle.DeploymentResponse.cancel)
+
+
+def test_ray_gives_a_process_as_many_tpu_chips_as_we_think() -> None:
+    assert ray_tpu.TPU_VALID_CHIP_OPTIONS == TPU_CHIPS
+
+
+async def test_calls_of_one_http_request_can_be_told_apart() -> None:
+    serve_context._set_request_context(request_id="http", _internal_request_id="one")
+
+    async def call() -> tuple[str, str]:
+        ray_compat.begin_call_of_its_own()
+        metadata = get_request_metadata(None, DynamicHandleOptions())
+        return metadata.request_id, metadata.internal_request_id
+
+    tasks = [asyncio.create_task(call()) for _ in range(2)]
+    (first, own), (second, other) = [await task for task in tasks]
+    assert first == second == "http"
+    assert len({own, other, "one"}) == 3
 
 
 def test_the_key_value_store_keeps_lists_and_forgets(serve_url: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.mailbox import MailboxAddress
-from cluster.messages import Question, Ticket
-from cluster.router import EngineRouter
+from cluster.messages import Ticket
+from cluster.router import EngineRouter, Question
 from engine.request import EngineRequest, SamplingParams
 
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from backends.jax.buckets import MAX_PROGRAMS
-from cluster.compile_matrix import CASES, CONTEXT, ROWS, Case, prove
+from bench.compile_matrix import CASES, CONTEXT, ROWS, Case, prove
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

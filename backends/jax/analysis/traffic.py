@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from backends.jax.analysis.flops import declared_flops, product_flops
-from backends.jax.analysis.hlo import Computation, HloModule, Instruction
+from backends.jax.analysis.hlo import Computation, HloError, HloModule, Instruction
 from backends.jax.analysis.loops import rounds
 from backends.jax.analysis.touched import (
     KERNEL_TARGET,
@@ -194,9 +194,17 @@ def _collective_bytes(i: Instruction, operands: list[Instruction]) -> int:
 
 
 def _group_size(i: Instruction) -> int:
-    """Chips of one group: `{{0,1},{2,3}}`, or `[2,4]<=[8]` for 2 groups of 4; 2 for the pairs of a permutation."""
+    """Chips of one group: `{{0,1},{2,3}}`, or `[2,4]<=[8]` for 2 groups of 4; 2 for the pairs of a permutation.
+
+    Raises:
+        HloError: they are not named, as in programs that the step's shard_map doesn't make.
+    """
+    if i.opcode.startswith("collective-permute"):
+        return 2
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", i.attributes)
     if listed:
         return len(listed[1].split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", i.attributes)
-    return int(counted[1]) if counted else 2
+    if not counted:
+        raise HloError(f"{i.name} names no groups of chips")
+    return int(counted[1])

@@ -19,7 +19,7 @@ from backends.jax.backend import JaxBackend
 from backends.jax.compilation import programs_dir
 from backends.jax.program_store import ProgramStore
 from backends.jax.topology import is_harmless, open_topology, parse_topology, take_devices
-from cluster.compile_matrix import Case, prove
+from bench.compile_matrix import Case, prove
 from cluster.topology import TpuSlice, tpu_slices
 from engine.backend import BackendError
 from engine.config import EngineConfig

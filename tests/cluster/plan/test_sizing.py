@@ -11,6 +11,7 @@ from backends.jax.model import parameters
 from backends.jax.model_config import ModelConfig
 from cluster.plan.costs import AnalyticCosts, sent_bytes
 from cluster.plan.models import open_model_config
+from cluster.plan.programs import formula_programs
 from cluster.plan.roofline import Peaks
 from cluster.plan.sizing import Shard, usable_tensor_parallel
 from cluster.topology import TpuSlice, find_topology
@@ -118,6 +119,18 @@ def test_capacity_of_seventy_billion_on_sixteen_v5e() -> None:
 def test_the_cache_is_no_larger_than_its_rows_can_use() -> None:
     memory = plan("meta-llama/Llama-3.2-1B", "v5p:2x2x1", max_rows=16).memory
     assert memory.kv_tokens == 16 * 4096
+
+
+def test_biases_are_weights_too() -> None:
+    biased = replace(LLAMA_8B, attention_bias=True, mlp_bias=True)
+    biases = 4 * 32 * ((32 + 2 * 8) * 128 + 4096 + 2 * 14336 + 4096)
+    assert shard(biased, 1).weight_bytes == shard(LLAMA_8B, 1).weight_bytes + biases
+
+
+def test_heads_that_our_kernel_does_not_take_are_planned_as_the_server_caches_them() -> None:
+    wide = replace(LLAMA_8B, head_dim=320)
+    request = replace(plan("meta-llama/Llama-3.1-8B", "v5p:2x2x1").request, model=wide)
+    assert formula_programs(request).kv_bytes_per_block == 2 * 32 * request.shard.kv_heads * 320 * 32 * 2
 
 
 def test_devices_without_a_head_are_not_used() -> None:

@@ -1,6 +1,6 @@
 """The table of docs/tpu.md: models on slices, proven by the TPU compiler on any machine.
 
-`python -m cluster.compile_matrix docs/tpu.md` compiles every case and writes the table between the file's markers;
+`python -m bench.compile_matrix docs/tpu.md` compiles every case and writes the table between the file's markers;
 tests/tpu_compile asserts the same numbers (`make test-tpu-compile`).
 """
 

@@ -1,0 +1,80 @@
+"""What an ingress asks of all replicas: those that hang or are dead neither delay nor hide the others' answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import RayError
+
+from cluster import exchange, ray_client
+from cluster.client import Health
+from cluster.metrics_text import EngineReport, IngressReport, ReplicaLabels
+from cluster.ray_client import RayEngineClient
+from engine.metrics import EngineMetrics
+
+
+class Replicas:
+    """A deployment handle whose replicas answer, fail or hang, whatever is asked."""
+
+    deployment_name = "Engine"
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = answers
+
+    def options(self, **_: object) -> Replicas:
+        return self
+
+    def broadcast(self, _method: str) -> Replicas:
+        return self
+
+    async def _fetch_replica_results_async(self) -> list[Replica]:
+        return [Replica(answer) for answer in self._answers]
+
+
+class Replica:
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    async def get_async(self) -> object:
+        if self._answer is HANGS:
+            await asyncio.sleep(60)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+HANGS = object()
+HEALTHY = Health(healthy=True, reason="")
+DEAD = RayError("the actor died")
+
+
+@pytest.mark.parametrize(
+    ("answers", "health"),
+    [
+        ((HANGS, HEALTHY), HEALTHY),
+        ((DEAD, HANGS, HEALTHY), HEALTHY),
+        ((HEALTHY, Health(healthy=False, reason="no step")), Health(healthy=False, reason="no step")),
+        ((HANGS, DEAD), Health(healthy=False, reason=exchange.NO_ENGINE)),
+        ((), Health(healthy=False, reason=exchange.NO_ENGINE)),
+    ],
+)
+async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
+    answers: tuple[object, ...], health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
+    replicas = Replicas(*answers)
+    client = RayEngineClient(replicas, replicas)  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        assert await client.health() == health
+
+
+async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
+    labels = ReplicaLabels(model_name="m", application="a", replica="good")
+    engines = Replicas(HANGS, EngineReport(labels=labels, metrics=EngineMetrics().snapshot()))
+    ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))
+    async with asyncio.timeout(5):
+        text = (await RayEngineClient(engines, ingresses).metrics_text()).decode()  # type: ignore[arg-type]
+    assert 'sliceserve_http_requests_open{application="a",model_name="m",replica="good"} 3.0' in text
+    assert "vllm:num_requests_running" in text
