@@ -32,7 +32,8 @@ PCI_GENERATIONS = {
 }
 """PCI device ids of TPU chips, as JAX's own hardware_utils lists them."""
 
-INSTALL_LIBTPU = "pip install 'sliceserve[tpu]'"
+INSTALL_LIBTPU = "pip install 'jax[tpu]'"
+"""Adds libtpu of the JAX that is there; the same as this project's extra `tpu`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from backends.jax.sharding import bytes_per_device
 from engine.config import EngineConfig
 from tests.backends.jax.configs import LLAMA_8B
 
-pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'")
+pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'")
 
 
 @pytest.mark.parametrize(("topology", "chips"), [("v5e:2x2", 4), ("v6e:1x1", 1), ("v5p:2x2x1", 2), ("tpu7x:1x1x1", 2)])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from backends.jax.analysis import Collective, Traffic, measure_traffic, parse_hlo
 from backends.jax.topology import open_topology, take_devices
 
-pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'")
+pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'")
 
 LAYERS, HIDDEN, INNER, TOKENS = 8, 2048, 8192, 64
 BF16 = jnp.bfloat16

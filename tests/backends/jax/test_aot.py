@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 
 needs_libtpu = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import libtpu"], capture_output=True, check=False).returncode != 0,
-    reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'",
+    reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'",
 )
 
 

@@ -83,7 +83,7 @@ def test_several_replicas_on_a_tpu_have_to_reserve_their_chips() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "tpu"])
 def test_a_tpu_without_libtpu_says_how_to_install_it(backend: str) -> None:
-    with pytest.raises(BackendError, match=r"pip install 'sliceserve\[tpu\]'"):
+    with pytest.raises(BackendError, match=r"pip install 'jax\[tpu\]'"):
         choose_platform(EngineConfig(backend=backend), AttachedTpu(chips=8, generation="v6e"), libtpu=False)
 
 

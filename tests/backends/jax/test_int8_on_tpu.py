@@ -13,7 +13,7 @@ from backends.jax.analysis import measure_traffic, parse_hlo
 from backends.jax.topology import open_topology, take_devices
 from backends.jax.weights import QuantizedWeight
 
-pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'")
+pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'")
 
 LAYERS = 4
 ONE_CHIP = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "tpu7x": "tpu7x:1x1x1"}

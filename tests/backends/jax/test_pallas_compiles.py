@@ -7,7 +7,7 @@ import pytest
 from backends.jax.attention import LibraryAttention
 from tests.tpu_compile.attention import Heads, check_memory, compile_attention
 
-pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'sliceserve[tpu]'")
+pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'")
 
 LLAMA_70B = Heads(models="Llama-3.1-70B TP=8", heads=8, kv_heads=1, head_dim=128)
 PHI_4 = Heads(models="Phi-4 TP=2", heads=20, kv_heads=5, head_dim=128, dtype="int8")
