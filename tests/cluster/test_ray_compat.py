@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import context as serve_context
 from ray.serve import handle
 from ray.serve._private.default_impl import get_request_metadata
-from ray.serve._private.handle_options import DynamicHandleOptions
+from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
 
 from cluster import ray_compat, ray_environment
 from cluster.app import TPU_CHIPS
@@ -64,7 +64,7 @@ async def test_calls_of_one_http_request_can_be_told_apart() -> None:
 
     async def call() -> tuple[str, str]:
         ray_compat.begin_call_of_its_own()
-        metadata = get_request_metadata(None, DynamicHandleOptions())
+        metadata = get_request_metadata(InitHandleOptions(), DynamicHandleOptions())
         return metadata.request_id, metadata.internal_request_id
 
     tasks = [asyncio.create_task(call()) for _ in range(2)]
