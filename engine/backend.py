@@ -7,10 +7,12 @@ sampled token ids. The engine reads `BackendInfo` and nothing else about the har
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import StepBatch, StepResult
+from engine.kv_blocks import KVFormat, KVPayload, PendingBlocks
 
 
 class BackendError(RuntimeError):
@@ -44,6 +46,7 @@ class Capabilities:
     stop_ids: int = 32  # ids that min_tokens can ban, per request
     max_logprobs: int = 20
     prompt_logprobs: bool = True
+    kv_exchange: bool = False  # read_blocks and write_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,28 @@ class Backend(ABC):
     @abstractmethod
     def dispatch(self, batch: StepBatch) -> PendingStep:
         """Starts a step without waiting for the device. Steps run in the order of the calls."""
+
+    def kv_format(self) -> KVFormat:
+        """What KV that is read or written looks like (Capabilities.kv_exchange)."""
+        raise BackendError("this backend can't exchange KV blocks")
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int) -> PendingBlocks:  # noqa: ARG002
+        """Starts to read KV out, after all dispatched steps and before those dispatched later.
+
+        Args:
+            block_ids: blocks of consecutive tokens.
+            num_tokens: how many tokens to read; the last block may be filled in part.
+        """
+        raise BackendError("this backend can't exchange KV blocks")
+
+    def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:  # noqa: ARG002
+        """Writes KV into blocks, after all dispatched steps and before those dispatched later. Does not wait.
+
+        Args:
+            block_ids: blocks of consecutive tokens, enough for all of the payload's.
+            offset: how many tokens of the first block come before the payload's; they are kept.
+        """
+        raise BackendError("this backend can't exchange KV blocks")
 
     @property
     def compilations_after_warmup(self) -> int:

@@ -68,6 +68,8 @@ class EngineRequest:
     """Tokens that another replica already generated (they count against max_tokens and are not emitted again)."""
     cache_salt: str = ""
     """Keeps the prefix cache of one tenant apart from another's."""
+    export_from: int | None = None
+    """Hand out the KV of the prompt's tokens from this one on, as they are computed (a prefill replica's requests)."""
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
 
 
