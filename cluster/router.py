@@ -9,7 +9,7 @@ the longest cached prefix.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -24,6 +24,7 @@ class Question:
 
     request: EngineRequest
     open_requests: Mapping[str, int]  # of this ingress, by replica
+    suspects: Collection[str] = ()  # replicas that have just failed this ingress: only if there is no other
 
 
 class EngineRouter(RequestRouter):
@@ -40,8 +41,11 @@ class EngineRouter(RequestRouter):
             for replica in candidate_replicas:
                 if replica.replica_id.unique_id == about.replica:
                     return [[replica]]
-        drawn = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         question = about if isinstance(about, Question) else None
+        if question is not None and question.suspects:
+            good = [r for r in candidate_replicas if r.replica_id.unique_id not in question.suspects]
+            candidate_replicas = good or candidate_replicas
+        drawn = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         return [sorted(drawn, key=lambda replica: self._open_requests(replica, question))]
 
     def _open_requests(self, replica: RunningReplica, question: Question | None) -> int:
