@@ -101,12 +101,13 @@ class Backend(ABC):
         """What KV that is read or written looks like (Capabilities.kv_exchange)."""
         raise BackendError("this backend can't exchange KV blocks")
 
-    def read_blocks(self, block_ids: Sequence[int], num_tokens: int) -> PendingBlocks:  # noqa: ARG002
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:  # noqa: ARG002
         """Starts to read KV out, after all dispatched steps and before those dispatched later.
 
         Args:
-            block_ids: blocks of consecutive tokens.
+            block_ids: blocks whose tokens are read one behind the other.
             num_tokens: how many tokens to read; the last block may be filled in part.
+            offset: how many tokens of the first block to leave out.
         """
         raise BackendError("this backend can't exchange KV blocks")
 
@@ -116,6 +117,9 @@ class Backend(ABC):
         Args:
             block_ids: blocks of consecutive tokens, enough for all of the payload's.
             offset: how many tokens of the first block come before the payload's; they are kept.
+
+        Raises:
+            KVLostError: the payload is gone, or not what this model keeps. What was to be written holds anything.
         """
         raise BackendError("this backend can't exchange KV blocks")
 

@@ -14,6 +14,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 
+class KVLostError(RuntimeError):
+    """KV that was on its way here does not come. The message is one line."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFormat:
     """What two engines must have in common to exchange KV: the model's, not the deployment's."""
@@ -67,7 +71,7 @@ class KVPayload(ABC):
         """The KV, in shares that together hold every head that this host needs; at once, as it has arrived.
 
         Raises:
-            BackendError: it was lost.
+            KVLostError: it was lost.
         """
 
 
@@ -75,7 +79,7 @@ class KVPayload(ABC):
 class LocalPayload(KVPayload):
     """KV in this process' memory."""
 
-    blocks: tuple[KVBlocks, ...]
+    blocks: Sequence[KVBlocks]
 
     def shares(self) -> Sequence[KVBlocks]:
         return self.blocks

@@ -27,7 +27,7 @@ class KVDemand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVArrived:
-    """KV of tokens start .. end - 1. A request's arrive in order and without gaps."""
+    """KV of tokens start .. end - 1. A request's arrive in order and without gaps, up to what `fetch` promised."""
 
     request_id: str
     start: int
@@ -45,6 +45,7 @@ class KVComplete:
     request_id: str
     next_token_id: int | None = None
     logprobs: TokenLogprobs | None = None  # of it, if asked for
+    num_cached_tokens: int = 0  # of the prompt's first tokens, how many needed no computing elsewhere either
     failure: str | None = None  # one line, for log and metrics
 
 
@@ -71,12 +72,16 @@ class KVConnector(ABC):
     def fetch(self, demand: KVDemand) -> int | None:  # noqa: ARG002
         """Begins to fetch KV of tokens from `num_cached_tokens` on; says up to which token, or None to fetch nothing.
 
-        Events follow: KVArrived any number of times, then KVComplete once, unless `cancel` comes first.
+        Asked once for each time a request is admitted. Events follow: KVArrived any number of times, then KVComplete
+        once, unless `cancel` comes first.
         """
         return None
 
     def cancel(self, request_id: str) -> None:  # noqa: B027
-        """The request has ended. No event that names it counts any more."""
+        """The request has ended, or lost its blocks. `events` gives none any more that comes of this `fetch`.
+
+        The request may be fetched again, under the same id, if it has to be computed again.
+        """
 
     @abstractmethod
     def events(self) -> Sequence[KVEvent]:
@@ -85,17 +90,21 @@ class KVConnector(ABC):
     def exported(self, export: KVExport) -> None:  # noqa: B027
         """Takes KV that a request with `export_from` has computed, chunk after chunk."""
 
-    def evicted(self, block_hash: bytes, blocks: PendingBlocks) -> None:  # noqa: B027
-        """Takes a block that is about to be overwritten, if `keeps(block_hash)` said so."""
+    def evicted(self, block_hashes: Sequence[bytes], blocks: PendingBlocks) -> None:  # noqa: B027
+        """Takes full blocks that the next step overwrites, those for which `keeps` said so, one behind the other."""
 
     def computed(self, block_hashes: Sequence[bytes], blocks: PendingBlocks) -> None:  # noqa: B027
-        """Takes prompt blocks that have just become findable, if `wants_computed`."""
+        """Takes full prompt blocks that this engine has just computed, one behind the other, if `wants_computed`.
+
+        They may be of several requests.
+        """
 
     def keeps(self, block_hash: bytes) -> bool:  # noqa: ARG002
         """Whether an evicted block should be read out before it is overwritten."""
         return False
 
     wants_computed: bool = False
+    """Whether `computed` is to be called."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends what is under way."""
+        """Ends what is under way. Nothing else is called afterwards."""
