@@ -6,7 +6,6 @@ token: it was computed before the blocks were given away.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ class Collector:
         caching: bool,
         metrics: EngineMetrics,
         finish: Callable[[RequestState], None],
+        clock: Callable[[], float],
     ) -> None:
         self._table = table
         self._pool = pool
@@ -35,6 +35,7 @@ class Collector:
         self._caching = caching
         self._metrics = metrics
         self._finish = finish
+        self._clock = clock
 
     def collect(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> list[RequestOutput]:
         if self._caching:
@@ -47,7 +48,7 @@ class Collector:
         return outputs
 
     def _outputs(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> list[RequestOutput]:
-        now = time.time()
+        now = self._clock()
         outputs = []
         previous: list[float] = []  # when each row's token before this one came
         tokens, samples = result.token_ids.tolist(), batch.samples.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 
 import numpy as np
@@ -50,7 +51,14 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, *, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -64,7 +72,7 @@ class RequestState:
         self.num_registered_blocks = 0
         self.last_step = -1  # the last step it had a row in, kept here while it has no slot
         self.num_cached_tokens = 0
-        self.arrival_time = min(request.arrival_time, time.time())
+        self.arrival_time = min(request.arrival_time, clock())
         self.deadline = math.inf  # monotonic seconds
         self.admission_time = 0.0  # its first place in the batch; 0 before
         self.first_token_time = 0.0  # 0 before

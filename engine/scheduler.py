@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +44,14 @@ class ScheduledStep:
 class Scheduler:
     """Not thread-safe: one thread schedules and collects."""
 
-    def __init__(self, limits: Limits, info: BackendInfo, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, limits: Limits, info: BackendInfo, metrics: EngineMetrics, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` gives seconds since the epoch; a simulation has one of its own."""
         self._limits = limits
         self._block_size = info.block_size
         self._metrics = metrics
+        self._clock = clock
         self._pool = BlockPool(info.num_blocks)
         max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         self._table = SlotTable(num_slots=limits.running, max_blocks=max_blocks, block_size=info.block_size)
@@ -62,7 +67,7 @@ class Scheduler:
         self._step = 0
         self._last_collected = -1
         self._prefilled_last = False
-        self._collector = Collector(self._table, self._pool, self._limits.caching, metrics, self.finish)
+        self._collector = Collector(self._table, self._pool, self._limits.caching, metrics, self.finish, clock)
 
     @property
     def num_running(self) -> int:
@@ -270,7 +275,7 @@ class Scheduler:
             self._record_first_admission(state, num_cached_tokens)
 
     def _record_first_admission(self, state: RequestState, num_cached_tokens: int) -> None:
-        state.admission_time = time.time()
+        state.admission_time = self._clock()
         state.num_cached_tokens = min(num_cached_tokens, state.prompt_len // self._block_size * self._block_size)
         if self._limits.caching and state.prompt_logprobs is None:
             self._metrics.prefix_cache_queries += state.num_tokens
