@@ -11,13 +11,19 @@ from engine.validation import InvalidRequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
+class Destination:
+    """The first argument of a Serve call that is for one replica. Another one that gets it must say MOVED."""
+
+    replica: str  # the one that was chosen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket(Destination):
     """What a Serve call is for: to hold the place of one request at the replica that has it, or is to get it."""
 
     request_id: str
     stream: int  # the number under which the ingress knows the request
     address: MailboxAddress  # where the ingress takes tokens
-    replica: str  # the one that was chosen
 
 
 class RefusalKind(StrEnum):

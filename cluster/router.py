@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.messages import Ticket
+from cluster.messages import Destination
 from engine.request import EngineRequest
 
 
@@ -28,7 +28,7 @@ class Question:
 
 
 class EngineRouter(RequestRouter):
-    """The replica with fewer open requests, of two drawn at random; or the one that the ticket names."""
+    """The replica with fewer open requests, of two drawn at random; or the one that a ticket (a Destination) names."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -37,7 +37,7 @@ class EngineRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # all replicas tried: the next try can wait
         about = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if isinstance(about, Ticket):
+        if isinstance(about, Destination):
             for replica in candidate_replicas:
                 if replica.replica_id.unique_id == about.replica:
                     return [[replica]]
