@@ -40,8 +40,9 @@ class EngineClient(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """Yields what each step brings until an output with a finish_reason. Closing the generator aborts the request.
 
-        Raises (at the first `anext`, before any output):
-            EngineOverloadedError, EngineUnavailableError.
+        Raises:
+            EngineOverloadedError, InvalidRequestError: no engine took it (before any output).
+            EngineUnavailableError: no engine took it, or its engine was lost and no other one went on with it.
         """
         ...
 

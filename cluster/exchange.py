@@ -1,16 +1,16 @@
 """Exchange: one request at one engine, seen from its ingress.
 
 All ways back are watched: the inbox, the line that fills it, and the Serve call that holds the request's place. What
-says first that the request is over ends it, and an engine that dies or goes silent gives an error, never a wait without
-end.
+says first that the request is over ends it, and an engine that dies or goes silent interrupts it, which is never a wait
+without end. What becomes of an interrupted request is decided elsewhere (`Continuation`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
-from cluster.client import EngineUnavailableError
 from cluster.mailbox import Inbox, Line, Mailbox
 from cluster.messages import Refusal, RefusalKind
 from engine.request import FinishReason, RequestOutput
@@ -19,13 +19,18 @@ LAST_FRAME_TIMEOUT_S = 10.0
 """Longest wait for the last tokens once the engine server said that the request has ended."""
 
 NO_ENGINE = "no engine answers; it may be starting or restarting"
-ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone; try again")
+NOT_TAKEN = Refusal(kind=RefusalKind.UNAVAILABLE, message=NO_ENGINE)
+ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone")
 NEVER_TAKEN = Refusal(kind=RefusalKind.MOVED, message="the engine that was chosen is gone; try again")
-LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive; try again")
+LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive")
 
 
-class MovedError(RuntimeError):
-    """The chosen replica is gone and has sent nothing: the request can go to another one."""
+class InterruptedExchangeError(RuntimeError):
+    """Nothing more comes from this engine, and the request has not ended. `refusal` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
 class Exchange:
@@ -46,43 +51,48 @@ class Exchange:
         self._line = line
         self._call = call
         self._taken = False
-        self._started = False
         self._ended = False
+        self._failure: Refusal | None = None  # the engine's own, if that is how it ended
         call.add_done_callback(lambda _: inbox.wake())
         if line is not None:
             line.watch(inbox)
 
     async def wait_until_taken(self, deadline: float) -> None:
-        """Waits for the engine's word that it has the request, or for something to go wrong.
+        """Waits for the engine's word that it has the request.
 
         Raises:
-            EngineUnavailableError: the deadline (in the loop's time) has come.
+            InterruptedExchangeError: it does not take it, or says nothing until the deadline (in the loop's time).
         """
         try:
             async with asyncio.timeout_at(deadline):
                 if not self._is_over:
                     await self._inbox.wait()
         except TimeoutError:
-            raise EngineUnavailableError(NO_ENGINE) from None
+            raise InterruptedExchangeError(NOT_TAKEN) from None
+        if self._inbox.is_empty:
+            await self._arrival()
         self._taken = not self._inbox.is_empty
+        if not self._taken:
+            raise InterruptedExchangeError(self._reason())
 
     async def next(self) -> RequestOutput:
         """What the engine has yielded since the last time; the one with a finish_reason is the last.
 
-        Raises (before the first output only; then, an output with an error takes their place):
-            EngineOverloadedError, EngineUnavailableError, InvalidRequestError: the engine did not take the request.
-            MovedError: the request has to go to another replica.
+        Raises:
+            InterruptedExchangeError: there is no more, and the request has not ended. All that came has been returned.
         """
-        while True:
+        while self._failure is None:
             await self._arrival()
             output = self._inbox.take()
             if output is None:
-                return self._failure(self._reason())
-            if not self._started and _says_nothing(output):
-                continue
-            self._started = True
+                raise InterruptedExchangeError(self._reason())
             self._ended = output.finish_reason is not None
-            return output
+            if output.finish_reason is FinishReason.ERROR:
+                self._failure = Refusal(kind=RefusalKind.UNAVAILABLE, message=output.error or ENGINE_GONE.message)
+                output = replace(output, finish_reason=None, error=None)
+            if not _says_nothing(output):
+                return output
+        raise InterruptedExchangeError(self._failure)
 
     def close(self) -> None:
         """Ends the request unless it has ended. The call of one that has ended ends by itself."""
@@ -114,22 +124,13 @@ class Exchange:
                     await inbox.wait()
 
     def _reason(self) -> Refusal:
-        """Why nothing comes any more. A request that an engine had when it died is not tried on the next one."""
+        """Why nothing comes any more."""
         refusal = self._call.result() if self._call.done() else None
         if refusal is not None and not (self._is_cut_off and refusal.kind is RefusalKind.MOVED):
             return refusal
         if self._is_cut_off:
             return ENGINE_GONE if self._taken else NEVER_TAKEN
         return LAST_FRAME_LOST
-
-    def _failure(self, refusal: Refusal) -> RequestOutput:
-        if self._started:
-            return RequestOutput(
-                request_id=self._inbox.request_id, finish_reason=FinishReason.ERROR, error=refusal.message
-            )
-        if refusal.kind is RefusalKind.MOVED:
-            raise MovedError(refusal.message)
-        raise refusal.as_error()
 
 
 def _says_nothing(output: RequestOutput) -> bool:

@@ -35,7 +35,7 @@ class IngressServer:
         self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._client = RayEngineClient(engine, siblings)
+        self._client = RayEngineClient(engine, siblings, resume_timeout_s=config.resume_timeout_s)
         with ProgressReporter(context.app_name, replica).reporting_errors():
             self._tokenizer = load_tokenizer(config)
         self._counts = ResponseCounts()

@@ -12,18 +12,19 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.client import EngineUnavailableError, Health
-from cluster.exchange import ENGINE_GONE, NO_ENGINE, Exchange, MovedError
+from cluster.continuation import Continuation, ResumptionCounts
+from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, Exchange, InterruptedExchangeError
 from cluster.mailbox import Mailbox, MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
 from cluster.router import Question
+from cluster.suspects import Suspects
 from engine.backend import BackendInfo
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
@@ -34,8 +35,6 @@ CONTROL_TIMEOUT_S = 10.0
 """Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
 BROADCAST_TIMEOUT_S = 5.0
 """Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
-ADMISSION_TIMEOUT_S = 10.0
-"""Longest wait for an engine to take a request: it says so at once, with an output that holds nothing."""
 
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 
@@ -43,8 +42,14 @@ QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are
 class RayEngineClient:
     """Talks to all replicas of one engine deployment. Use it from one event loop."""
 
-    def __init__(self, engine: DeploymentHandle[Any], ingress: DeploymentHandle[Any]) -> None:
-        """`ingress` is the deployment that this client works for; its replicas are asked for their metrics too."""
+    def __init__(
+        self, engine: DeploymentHandle[Any], ingress: DeploymentHandle[Any], *, resume_timeout_s: float
+    ) -> None:
+        """
+        Args:
+            ingress: the deployment that this client works for; its replicas are asked for their metrics too.
+            resume_timeout_s: how long a request that lost its engine waits for another one.
+        """
         self._engine = engine
         self._ingress = ingress
         self._admit = ray_compat.by_reference(engine, "admit")
@@ -53,6 +58,9 @@ class RayEngineClient:
         self._info: BackendInfo | None = None
         self._calls: set[asyncio.Task[Refusal | None]] = set()
         self._open: Counter[str] = Counter()  # requests at each replica
+        self._suspects = Suspects()
+        self._resume_timeout_s = resume_timeout_s
+        self.resumptions = ResumptionCounts()
 
     async def info(self) -> BackendInfo:
         if self._info is None:
@@ -73,29 +81,59 @@ class RayEngineClient:
         return render(engines, ingresses)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        deadline = asyncio.get_running_loop().time() + ADMISSION_TIMEOUT_S
+        way = Continuation(request, resume_timeout_s=self._resume_timeout_s, counts=self.resumptions)
         while True:
-            exchange = await self._send(request, deadline)
+            exchange = await self._begin(way)
             try:
-                await exchange.wait_until_taken(deadline)
                 while True:
-                    output = await exchange.next()
+                    output = way.passed(await exchange.next())
                     yield output
                     if output.finish_reason is not None:
                         return
-            except MovedError:  # its replica was gone before it could begin; the new name keeps late news of it apart
-                request = replace(request, request_id=f"{request.request_id}+")
+            except InterruptedExchangeError as interruption:
+                delay = self._interrupted(way, exchange.replica, interruption.refusal)
             finally:
                 self._close(exchange)
+            await asyncio.sleep(delay)
 
     def close(self) -> None:
         """No request is open any more: stops listening."""
         self._mailbox.close()
 
-    async def _send(self, request: EngineRequest, deadline: float) -> Exchange:
-        """Chooses a replica and gives it the request: over the line, if there is one, else with the Serve call."""
+    async def _begin(self, way: Continuation) -> Exchange:
+        """Finds an engine that takes the request.
+
+        Raises:
+            EngineOverloadedError, EngineUnavailableError, InvalidRequestError: there is none.
+        """
+        while True:
+            suspects = self._suspects.current()
+            replica = await self._choose(way, suspects)
+            exchange = await self._send(way.next_request(), replica)
+            try:
+                await exchange.wait_until_taken(way.attempt_deadline)
+            except InterruptedExchangeError as interruption:
+                self._close(exchange)
+                delay = self._interrupted(way, replica, interruption.refusal, last_resort=replica in suspects)
+            except BaseException:
+                self._close(exchange)
+                raise
+            else:
+                way.taken()
+                self._suspects.clear(replica)
+                return exchange
+            await asyncio.sleep(delay)
+
+    def _interrupted(self, way: Continuation, replica: str, refusal: Refusal, *, last_resort: bool = False) -> float:
+        """Seconds until the next try; raises when there is to be none."""
+        if refusal.kind in (RefusalKind.UNAVAILABLE, RefusalKind.MOVED):
+            self._suspects.add(replica)
+            logger.warning("request %s, replica %s: %s", way.request_id, replica, refusal.message)
+        return way.interrupted(refusal, last_resort=last_resort)
+
+    async def _send(self, request: EngineRequest, replica: str) -> Exchange:
+        """Gives a request to a replica: over the line, if there is one, else with the Serve call."""
         address = self._mailbox.address or await self._listen()
-        replica = await self._choose(request, deadline)
         stream, inbox = self._mailbox.open(request.request_id)
         line = self._mailbox.line(replica)
         if line is not None:
@@ -113,14 +151,18 @@ class RayEngineClient:
         if not self._open[exchange.replica]:
             del self._open[exchange.replica]  # it may never come back
 
-    async def _choose(self, request: EngineRequest, deadline: float) -> str:
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await ray_compat.choose(self._admit, Question(request=request, open_requests=self._open))
-        except ray_compat.OVERLOADED_ERRORS:
-            raise QUEUE_FULL.as_error() from None
-        except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
-            raise EngineUnavailableError(NO_ENGINE) from None
+    async def _choose(self, way: Continuation, suspects: frozenset[str]) -> str:
+        """The replica to try. Waits until there is one."""
+        while True:
+            question = Question(request=way.request, open_requests=self._open, suspects=suspects)
+            try:
+                async with asyncio.timeout_at(way.deadline):
+                    return await ray_compat.choose(self._admit, question)
+            except ray_compat.OVERLOADED_ERRORS:
+                delay = way.interrupted(QUEUE_FULL)
+            except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
+                raise way.give_up(NOT_TAKEN) from None
+            await asyncio.sleep(delay)
 
     async def _hold(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
         """The Serve call of one request, until it ends. Cancelling it aborts the request in the engine."""

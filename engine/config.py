@@ -194,6 +194,12 @@ class EngineConfig(BaseModel):
         group=SERVING,
         gt=0,
     )
+    resume_timeout_s: float = option(
+        60.0,
+        "Seconds that a request whose engine is lost waits for another one to go on with it; 0 ends it with an error.",
+        group=SERVING,
+        ge=0,
+    )
     request_timeout_s: float = option(
         3600.0, "Seconds after which a request that has not ended is aborted with an error.", group=SERVING, gt=0
     )

@@ -64,7 +64,7 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
 ) -> None:
     monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
     replicas = Replicas(*answers)
-    client = RayEngineClient(replicas, replicas)  # type: ignore[arg-type]
+    client = RayEngineClient(replicas, replicas, resume_timeout_s=1)  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         assert await client.health() == health
 
@@ -75,6 +75,6 @@ async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest
     engines = Replicas(HANGS, EngineReport(labels=labels, metrics=EngineMetrics().snapshot()))
     ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))
     async with asyncio.timeout(5):
-        text = (await RayEngineClient(engines, ingresses).metrics_text()).decode()  # type: ignore[arg-type]
+        text = (await RayEngineClient(engines, ingresses, resume_timeout_s=1).metrics_text()).decode()  # type: ignore[arg-type]
     assert 'sliceserve_http_requests_open{application="a",model_name="m",replica="good"} 3.0' in text
     assert "vllm:num_requests_running" in text

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 
-from cluster import exchange, ray_client
+from cluster import continuation, exchange, ray_client
 from cluster.client import EngineOverloadedError, EngineUnavailableError
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Connection, Outbox
@@ -89,8 +89,12 @@ def local_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_client.ray_compat, "node_ip", lambda: "127.0.0.1")
 
 
+def client_of(handle: Handle, resume_timeout_s: float = 0.3) -> RayEngineClient:
+    return RayEngineClient(handle, handle, resume_timeout_s=resume_timeout_s)  # type: ignore[arg-type]
+
+
 async def outputs_of(handle: Handle) -> list[RequestOutput]:
-    client = RayEngineClient(handle, handle)  # type: ignore[arg-type]
+    client = client_of(handle)
     async with asyncio.timeout(5):
         return [output async for output in client.generate(REQUEST)]
 
@@ -159,15 +163,18 @@ async def test_an_engine_that_dies_before_the_first_token_is_unavailable() -> No
 
 
 async def test_an_engine_that_dies_later_gives_what_there_is_and_then_an_error(outbox: Outbox) -> None:
-    async def admit(ticket: Ticket, _: EngineRequest | None) -> None:
+    async def admit(ticket: Ticket, request: EngineRequest | None) -> None:
+        if request != REQUEST:
+            raise RayError("the actor died")
         (await outbox.connect(ticket.address)).post([(ticket.stream, tokens(5))])
         await asyncio.sleep(0.1)
         raise RayError("the actor died")
 
-    first, last = await outputs_of(Handle(admit))
-    assert first.token_ids == (5,)
-    assert last.finish_reason is FinishReason.ERROR
-    assert last.error
+    generator = client_of(Handle(admit)).generate(REQUEST)
+    async with asyncio.timeout(5):
+        assert (await anext(generator)).token_ids == (5,)
+        with pytest.raises(EngineUnavailableError, match="no other engine took the request over within 0.3 s"):
+            await anext(generator)
 
 
 async def test_an_engine_that_says_it_is_done_but_sent_nothing_is_an_error_not_a_hang(
@@ -188,7 +195,7 @@ async def test_closing_the_generator_cancels_the_call(outbox: Outbox) -> None:
         await asyncio.sleep(60)
 
     handle = Handle(admit)
-    client = RayEngineClient(handle, handle)  # type: ignore[arg-type]
+    client = client_of(handle)
     generator = client.generate(REQUEST)
     await anext(generator)
     await generator.aclose()
@@ -218,7 +225,7 @@ class Line:
         self.outbox = Outbox("one", engine)
         self.calls: list[tuple[Ticket, EngineRequest | None]] = []
         self.handle = Handle(self._call)
-        self.client = RayEngineClient(self.handle, self.handle)  # type: ignore[arg-type]
+        self.client = client_of(self.handle)
         self.admit: Admit = self._first
 
     async def _call(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
@@ -311,26 +318,56 @@ async def test_a_request_whose_replica_is_gone_before_it_began_goes_to_another_o
     assert first.request_id != second.request_id  # what is still said of the first is not about the second
 
 
-async def test_an_engine_that_dies_before_serve_has_the_call_ends_the_stream_at_once(line: Line) -> None:
+async def test_a_stream_whose_line_breaks_ends_with_an_error_if_no_engine_comes_back(line: Line) -> None:
     line.engine.answers = [tokens(5)]
     generator = line.client.generate(REQUEST)
     assert (await anext(generator)).token_ids == (5,)
     line.outbox.close()
     async with asyncio.timeout(5):
-        [last] = [output async for output in generator]
-    assert (last.finish_reason, last.error) == (FinishReason.ERROR, exchange.ENGINE_GONE.message)
+        with pytest.raises(EngineUnavailableError, match=exchange.ENGINE_GONE.message):
+            await anext(generator)
+    assert line.client.resumptions == continuation.ResumptionCounts(resumed=0, given_up=1)
 
 
-async def test_a_request_that_an_engine_had_when_it_died_is_not_tried_on_the_next_one(line: Line) -> None:
-    line.engine.answers = [RequestOutput(request_id="r")]  # it was taken, and no more
-    task = asyncio.create_task(line.outputs())
-    while not line.engine.requests:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+async def test_a_stream_whose_line_breaks_goes_on_where_it_stopped(line: Line) -> None:
+    line.engine.answers = [tokens(5), tokens(6)]
+    generator = line.client.generate(REQUEST)
+    assert (await anext(generator)).token_ids == (5, 6)
+    line.admit = line._first
     line.outbox.close()
-    with pytest.raises(EngineUnavailableError, match=exchange.ENGINE_GONE.message):
-        await task
-    assert len(line.engine.requests) == 1
+    async with asyncio.timeout(5):
+        [rest] = [output async for output in generator]
+    assert (rest.token_ids, rest.finish_reason) == ((1,), FinishReason.LENGTH)
+    resumed = line.calls[-1][1]
+    assert resumed is not None
+    assert (resumed.prompt_token_ids, resumed.output_token_ids) == (REQUEST.prompt_token_ids, (5, 6))
+    assert line.client.resumptions == continuation.ResumptionCounts(resumed=1, given_up=0)
+
+
+async def test_an_engine_that_fails_hands_its_requests_on_and_its_last_tokens_count(line: Line) -> None:
+    failed = tokens(7, reason=FinishReason.ERROR)
+    line.engine.answers = [tokens(5), failed]
+    generator = line.client.generate(REQUEST)
+    assert (await anext(generator)).token_ids == (5, 7)
+    line.engine.answers = [tokens(8, reason=FinishReason.LENGTH)]
+    async with asyncio.timeout(5):
+        [rest] = [output async for output in generator]
+    assert rest.token_ids == (8,)
+    assert line.engine.requests[-1].output_token_ids == (5, 7)
+
+
+async def test_a_client_that_leaves_while_its_engine_is_lost_is_not_resumed(line: Line) -> None:
+    line.engine.answers = [tokens(5)]
+    generator = line.client.generate(REQUEST)
+    await anext(generator)
+    line.outbox.close()
+    waiting = asyncio.create_task(anext(generator))
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    calls = len(line.calls)
+    await asyncio.sleep(0.2)
+    assert len(line.calls) == calls
 
 
 async def test_a_request_that_no_engine_had_taken_when_the_line_broke_is_sent_again(line: Line) -> None:
@@ -345,10 +382,10 @@ async def test_a_request_that_no_engine_had_taken_when_the_line_broke_is_sent_ag
 
 
 async def test_a_request_that_finds_no_replica_in_time_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_client, "ADMISSION_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(continuation, "ADMISSION_TIMEOUT_S", 0.1)
 
     async def admit(*_: object) -> Refusal:
         return Refusal(kind=RefusalKind.MOVED, message="gone")
 
-    with pytest.raises(EngineUnavailableError, match=exchange.NO_ENGINE):
+    with pytest.raises(EngineUnavailableError, match="gone"):
         await outputs_of(Handle(admit))
