@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from backends.mock.checks import BatchChecker
+from backends.mock.cost import MockCost
 from backends.mock.device import MockDevice
 from engine.backend import Backend, BackendError, BackendInfo, Capabilities, PendingStep, Progress, no_progress
 from engine.batch import Int32, LogprobArrays, StepBatch, StepResult
@@ -41,6 +42,7 @@ class MockBackend(Backend):
         capabilities: Capabilities | None = None,
     ) -> None:
         self._config = config
+        self._cost = MockCost.of(config)
         self._check = check
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
@@ -93,7 +95,7 @@ class MockBackend(Backend):
         for state in batch.slot_states:
             self._device.history[state.slot, : len(state.token_ids)] = state.token_ids
         sampled = self._device.run(batch, tokens)
-        self._busy_until = max(self._busy_until, time.monotonic()) + self._cost_s(batch)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._cost.step_s(batch)
         result = StepResult(
             step=batch.step,
             token_ids=sampled,
@@ -104,10 +106,6 @@ class MockBackend(Backend):
 
     def close(self) -> None:
         """There is nothing to free."""
-
-    def _cost_s(self, batch: StepBatch) -> float:
-        prefill_tokens = int(batch.query_lens[batch.query_lens > 1].sum())
-        return (self._config.mock_step_ms + self._config.mock_prefill_ms_per_token * prefill_tokens) / 1000
 
 
 class _MockStep(PendingStep):
