@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from engine.backend import Backend
+from engine.backend import Backend, HostPlace
 from engine.config import EngineConfig
 from engine.model_files import is_local
 
 
-def create_backend(config: EngineConfig) -> Backend:
-    """The backend that `config.backend` asks for; nothing is loaded yet."""
+def create_backend(config: EngineConfig, place: HostPlace | None = None) -> Backend:
+    """The backend that `config.backend` asks for; nothing is loaded yet.
+
+    Args:
+        place: this host's if the engine has several.
+    """
     # Imported here because each of them pulls in its hardware's libraries.
     if config.backend == "mock":
         from backends.mock import MockBackend
@@ -16,7 +20,7 @@ def create_backend(config: EngineConfig) -> Backend:
         return MockBackend(config)
     from backends.jax.backend import JaxBackend
 
-    return JaxBackend(config)
+    return JaxBackend(config, place)
 
 
 def check_hardware(config: EngineConfig) -> None:

@@ -1,7 +1,7 @@
 """Backend: the one interface that every kind of hardware implements, with its capability record.
 
-A backend runs on one host process. It never schedules and never sees text: it gets StepBatches in order and returns
-sampled token ids. The engine reads `BackendInfo` and nothing else about the hardware.
+A backend runs on one host process, of which several may form one engine (`HostPlace`). It never schedules and never
+sees text: it gets StepBatches in order and returns sampled token ids. The engine reads `BackendInfo` and nothing else about the hardware.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ class Progress(Protocol):
 
 def no_progress(phase: str, done: int, total: int, detail: str = "") -> None:
     """A Progress that shows nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlace:
+    """A process' place among those that run one model together, in lockstep: the same calls in the same order."""
+
+    rank: int
+    num_hosts: int
+    coordinator: str  # host:port, to listen on for rank 0 and to connect to for the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +131,11 @@ class Backend(ABC):
             KVLostError: the payload is gone, or not what this model keeps. What was to be written holds anything.
         """
         raise BackendError("this backend can't exchange KV blocks")
+
+    @property
+    def problem(self) -> str | None:
+        """Why the backend can't be used any more, as far as that is known without a step; one line."""
+        return None
 
     @property
     def compilations_after_warmup(self) -> int:

@@ -22,6 +22,7 @@ from backends.jax.compilation import (
 )
 from backends.jax.deployment import Deployment
 from backends.jax.hardware import Hardware, check_hardware, select_platform
+from backends.jax.hosts import agree_on_plan, engine_devices
 from backends.jax.idle import idle_batch
 from backends.jax.kernels import Kernels, choose_kernels
 from backends.jax.loading import ParameterLoader
@@ -33,7 +34,7 @@ from backends.jax.result import DispatchedStep
 from backends.jax.sharding import create_mesh, sharding
 from backends.jax.slots import SlotTables, new_slot_tables, slot_row, write_slot
 from backends.jax.step import DeviceState, StepShape
-from engine.backend import Backend, BackendInfo, PendingStep, Progress, no_progress
+from engine.backend import Backend, BackendInfo, HostPlace, PendingStep, Progress, no_progress
 from engine.batch import SlotState, StepBatch
 from engine.config import GIB, EngineConfig
 
@@ -48,8 +49,10 @@ _KERNEL_NAMES: dict[Kernels, str] = {
 
 
 class JaxBackend(Backend):
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, place: HostPlace | None = None) -> None:
+        """`place` is this host's if the engine has several; then all of them make the same calls in the same order."""
         self._config = config
+        self._place = place
         self._counter = CompilationCounter()
         self._programs: dict[StepShape, Any] = {}
         self._info: BackendInfo | None = None
@@ -60,18 +63,19 @@ class JaxBackend(Backend):
         config = self._config
         check_hardware(config)  # at once; a model may have to be downloaded
         model, checkpoint = open_model(config)
-        hardware = select_platform(config)
-        devices = jax.local_devices()[: config.tensor_parallel_size]
+        hardware = select_platform(config, self._place)
+        devices = engine_devices(config.tensor_parallel_size, config.num_hosts)
         enable_persistent_cache(cache_dir(config), devices)
         kernels = choose_kernels(config, model, hardware.platform)
         deployment = Deployment(config, model, create_mesh(devices), kernels=kernels).supported()
-        plan = deployment.plan(self._memory_per_device(hardware))
+        plan = agree_on_plan(deployment.plan(self._memory_per_device(hardware)), config.num_hosts)
         self._deployment = deployment = deployment.within(plan)
         info = self._describe(plan)
         deployment.buckets  # noqa: B018 - refuses too many programs before weights are read
         self._params: Params = ParameterLoader(deployment.layout, checkpoint, progress).load()
         self._allocate(plan, progress)
-        self._write_slot = jax.jit(write_slot, donate_argnums=(0, 1), out_shardings=sharding(deployment.mesh))
+        everywhere = sharding(deployment.mesh)
+        self._write_slot = jax.jit(write_slot, donate_argnums=(0, 1), in_shardings=everywhere, out_shardings=everywhere)
         self._info = info
         if not config.warmup:
             self._counter.arm()
@@ -88,8 +92,9 @@ class JaxBackend(Backend):
         config, deployment = self._config, self._deployment
         kernels = _KERNEL_NAMES[deployment.kernels]
         weights = f", {config.quantization} weights" if config.quantization else ""
+        hosts = f" on {config.num_hosts} hosts" if config.num_hosts > 1 else ""
         return BackendInfo(
-            device=f"{deployment.platform} x{deployment.chips} ({deployment.dtype}{weights}, {kernels})",
+            device=f"{deployment.platform} x{deployment.chips}{hosts} ({deployment.dtype}{weights}, {kernels})",
             vocab_size=deployment.model.vocab_size,
             eos_token_ids=deployment.model.eos_token_ids,
             max_model_len=deployment.max_model_len,
@@ -108,8 +113,8 @@ class JaxBackend(Backend):
         detail = f"{blocks * self._config.block_size} tokens, {size / GIB:.2f} GiB"
         progress("allocating KV blocks", 0, blocks, detail)
         self._state: DeviceState = zeros(deployment.state_shapes(blocks))
-        tables = new_slot_tables(self._config.max_decode_seqs, deployment.capabilities)
-        self._tables: SlotTables = jax.device_put(tables, sharding(deployment.mesh))
+        new_tables = partial(new_slot_tables, self._config.max_decode_seqs, deployment.capabilities)
+        self._tables: SlotTables = jax.jit(new_tables, out_shardings=sharding(deployment.mesh))()
         jax.block_until_ready(self._state.cache)
         logger.info("KV cache: %d blocks, %s (%d bytes)", blocks, detail, size)
         progress("allocating KV blocks", blocks, blocks, detail)
@@ -134,7 +139,7 @@ class JaxBackend(Backend):
     def _program_store(self) -> ProgramStore | None:
         """What `sliceserve compile` left for these devices, if it did."""
         folder = cache_dir(self._config)
-        if folder is None or not programs_dir(folder).is_dir():
+        if folder is None or self._config.num_hosts > 1 or not programs_dir(folder).is_dir():
             return None
         return ProgramStore(programs_dir(folder), self._deployment.mesh.devices.flat)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from backends.jax.hosts import cache_place
 from engine.backend import BackendError, Progress
 from engine.config import EngineConfig
 from engine.errors import first_line
@@ -56,8 +57,7 @@ def enable_persistent_cache(folder: Path | None, devices: Sequence[jax.Device] =
     program of other devices has crashed (jax issue 38004).
     """
     name_sources_alike()
-    place = "-".join([devices[0].platform, *(str(device.id) for device in devices)]) if devices else "any"
-    jax.config.update("jax_compilation_cache_dir", str(folder / "xla" / place) if folder else None)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla" / cache_place(devices)) if folder else None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

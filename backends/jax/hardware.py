@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backend import BackendError
+from engine.backend import BackendError, HostPlace
 from engine.config import EngineConfig
 from engine.errors import first_line
 
@@ -132,21 +132,28 @@ def check_hardware(config: EngineConfig) -> str:
     return choose_platform(config, find_tpu(), libtpu=libtpu_is_installed())
 
 
-def select_platform(config: EngineConfig) -> Hardware:
-    """Starts JAX on the platform that the options want, with as many (simulated) CPU devices as they need.
+def select_platform(config: EngineConfig, place: HostPlace | None = None) -> Hardware:
+    """Starts JAX on the platform that the options want, with as many (simulated) CPU devices as they need of this host.
+
+    Args:
+        place: this host's among several.
 
     Raises:
-        BackendError: the hardware is not there, does not start, or has too few devices.
+        BackendError: the hardware is not there, does not start, has too few devices, or the other hosts don't come.
     """
     import jax
 
     platform = choose_platform(config, find_tpu(), libtpu=libtpu_is_installed())
-    needed = config.tensor_parallel_size
+    needed = config.tensor_parallel_size // config.num_hosts
     # With "tpu,cpu" arrays can also be made on the host.
     jax.config.update("jax_platforms", "cpu" if platform == "cpu" else "tpu,cpu")
-    if platform == "cpu" and needed > 1:
+    if platform == "cpu" and (needed > 1 or place is not None):
         with contextlib.suppress(RuntimeError):  # JAX runs already, in a process of others; the count below decides
             jax.config.update("jax_num_cpu_devices", needed)
+    if place is not None:
+        from backends.jax.hosts import join_hosts
+
+        join_hosts(place)
     try:
         devices = jax.local_devices()
     except RuntimeError as error:
@@ -154,9 +161,11 @@ def select_platform(config: EngineConfig) -> Hardware:
     if devices[0].platform != platform:
         raise BackendError(f"JAX runs on {devices[0].platform} in this process already, backend wants {platform}")
     if len(devices) < needed:
+        most = len(devices) * config.num_hosts
+        whose = "of this machine" if config.num_hosts == 1 else f"of {config.num_hosts} hosts like this one"
         raise BackendError(
-            f"tensor_parallel_size={needed} is more than the {len(devices)} {platform} devices of this machine; "
-            f"use tensor_parallel_size={len(devices)} or less"
+            f"tensor_parallel_size={config.tensor_parallel_size} is more than the {most} {platform} devices {whose}; "
+            f"use tensor_parallel_size={most} or less"
         )
     return Hardware(
         platform=platform,
