@@ -14,7 +14,7 @@ REQUEST_TOKENS = 32
 """What a request that runs costs others, in tokens of prefill: it makes every step a little longer."""
 PREFILL_WEIGHT = 2.0
 """A token that is computed though it is cached elsewhere delays this request, and those that come after it."""
-MAX_IMBALANCE, SPARE_REQUESTS = 1.5, 4
+MAX_IMBALANCE, SPARE_REQUESTS = 1.25, 4
 """A replica takes requests for what it has cached, or for a session, while it has less than so many times the average,
 or so many more."""
 SAMPLE = 16
