@@ -170,6 +170,9 @@ class Admissions:
         try:
             if self._engine is None:
                 raise EngineStoppedError("the engine is not loaded")
+            state = self._engine.health()
+            if not state.healthy:  # it would wait there until the replica is replaced; another one may do better
+                raise EngineStoppedError(state.reason)
             self._engine.submit(request)
         except InvalidRequestError as error:
             return Refusal(kind=RefusalKind.INVALID, message=str(error), field=error.field)

@@ -139,7 +139,7 @@ class Continuation:
             raise EngineUnavailableError(message)
 
     def _backoff(self) -> float:
-        """Seconds to wait. They double, and half of them is random, so that a lost engine's streams don't come at once."""
+        """Seconds to wait. They double, and half is random, so that a lost engine's streams don't come at once."""
         most = min(FIRST_BACKOFF_S * 2.0**self._tries, MAX_BACKOFF_S)
         self._tries = min(self._tries + 1, 16)
         return most * random.uniform(0.5, 1.0)

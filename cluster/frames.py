@@ -19,6 +19,10 @@ from engine.request import FinishReason, RequestOutput, TokenLogprobs
 
 PIECE_BYTES = 4 << 20
 MAX_BUFFER_BYTES = 4 * PIECE_BYTES
+SIGN_OF_LIFE_S = 2.0
+"""An engine that has nothing to send sends an empty frame this often."""
+MISSED_SIGNS = 4
+"""An engine of which so many signs are missing in a row hangs as a whole, or the way to it is broken."""
 
 Row = tuple[Any, ...]
 _SHORT = 3  # fields of a row that has none of the rarer ones

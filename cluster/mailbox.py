@@ -138,7 +138,8 @@ class Line(asyncio.Protocol):
         self._paused = False
         self._decoder = frames.Decoder()
         self._transport: asyncio.Transport | None = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # of the secret, then of the next sign of life
+        self._missed_signs = 0
 
     @property
     def is_open(self) -> bool:
@@ -183,6 +184,7 @@ class Line(asyncio.Protocol):
         self._paused = False
 
     def data_received(self, data: bytes) -> None:
+        self._missed_signs = 0
         if not self._trusted:
             data = self._check(data)
         try:
@@ -217,6 +219,16 @@ class Line(asyncio.Protocol):
             self.close()
             return b""
         self._trusted = True
+        self._expect_life()
+        return data[missing:]
+
+    def _expect_life(self) -> None:
+        """Ends a line whose engine is silent. Counts checks, not seconds: this process may have stood still itself."""
         if self._deadline is not None:
             self._deadline.cancel()
-        return data[missing:]
+        if self._missed_signs > frames.MISSED_SIGNS:
+            logger.warning("replica %s is silent for %g s", self.replica, frames.MISSED_SIGNS * frames.SIGN_OF_LIFE_S)
+            self.close()
+            return
+        self._missed_signs += 1
+        self._deadline = asyncio.get_running_loop().call_later(frames.SIGN_OF_LIFE_S, self._expect_life)

@@ -22,6 +22,8 @@ from engine.request import EngineRequest, RequestOutput
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+UNACKNOWLEDGED_MS = 20_000
+"""How long an ingress' machine may acknowledge nothing before the line counts as broken (TCP_USER_TIMEOUT)."""
 
 
 class Reader(Protocol):
@@ -47,15 +49,20 @@ class Connection(asyncio.Protocol):
         self._decoder = frames.Decoder()
         self._paused = False
         self._backlog: dict[int, list[RequestOutput]] = {}
+        self._has_written = False  # since the last sign of life
+        self._sign_of_life: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
     def introduce(self, secret: str, replica: str) -> None:
         self._write(secret.encode() + frames.encode([(replica,)]))
+        self._show_life()
 
     def post(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
         """Sends outputs as one frame, or keeps them for the next one while the socket is full."""
@@ -92,6 +99,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._transport = None
+        if self._sign_of_life is not None:
+            self._sign_of_life.cancel()
         self._backlog.clear()
         self._forget()
         self._reader.lost(self)
@@ -100,7 +109,15 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _show_life(self) -> None:
+        """Sends an empty frame where there was nothing to send: the ingress can tell an idle engine from a hung one."""
+        if not (self._has_written or self._paused):
+            self._write(frames.encode([]))
+        self._has_written = False
+        self._sign_of_life = asyncio.get_running_loop().call_later(frames.SIGN_OF_LIFE_S, self._show_life)
+
     def _write(self, data: bytes) -> None:
+        self._has_written = True
         if self._transport is not None:
             self._transport.write(data)
 

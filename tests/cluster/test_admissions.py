@@ -10,7 +10,7 @@ import pytest
 from cluster import admissions
 from cluster.admissions import Admissions
 from cluster.messages import RefusalKind
-from engine.core import QueueFullError
+from engine.core import EngineHealth, QueueFullError
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
 
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=2))
@@ -23,6 +23,10 @@ class Engine:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.full = False
+        self.state = EngineHealth(healthy=True)
+
+    def health(self) -> EngineHealth:
+        return self.state
 
     def submit(self, request: EngineRequest) -> None:
         if self.full:
@@ -212,3 +216,12 @@ async def test_when_the_engine_hangs_all_requests_end_with_the_reason(desk: Admi
     assert await ended(held) is None
     [(_, last)] = line.frames[-1]
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, "no step for 9 s")
+
+
+async def test_an_engine_that_hangs_takes_no_requests(desk: Admissions, engine: Engine, line: Connection) -> None:
+    engine.state = EngineHealth(healthy=False, reason="no step for 9 s")
+    desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
+    refusal = await ended(await call(desk))
+    assert refusal is not None
+    assert (refusal.kind, refusal.message) == (RefusalKind.UNAVAILABLE, "no step for 9 s")
+    assert not engine.submitted

@@ -338,3 +338,28 @@ async def test_a_line_that_could_not_be_made_is_tried_anew_even_if_its_caller_ha
         connection = await outbox.connect(address)
         connection.close()
     outbox.close()
+
+
+async def test_an_engine_with_nothing_to_send_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch, line) -> None:
+    monkeypatch.setattr(frames, "SIGN_OF_LIFE_S", 0.02)
+    mailbox, outbox, _ = line
+    await outbox.connect(mailbox.address)
+    here = await opened(mailbox)
+    await asyncio.sleep(0.3)
+    assert not here.is_lost
+
+
+async def test_an_engine_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, line) -> None:
+    monkeypatch.setattr(frames, "SIGN_OF_LIFE_S", 0.02)
+    mailbox, _, _ = line
+    reader, writer = await asyncio.open_connection(mailbox.address.host, mailbox.address.port)
+    writer.write(mailbox.address.secret.encode() + frames.encode([("one",)]))
+    here = await opened(mailbox)
+    inbox = Inbox("r")
+    here.watch(inbox)
+    async with asyncio.timeout(5):
+        await inbox.wait()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    assert here.is_lost
+    writer.close()

@@ -173,7 +173,7 @@ async def test_an_engine_that_dies_later_gives_what_there_is_and_then_an_error(o
     generator = client_of(Handle(admit)).generate(REQUEST)
     async with asyncio.timeout(5):
         assert (await anext(generator)).token_ids == (5,)
-        with pytest.raises(EngineUnavailableError, match="no other engine took the request over within 0.3 s"):
+        with pytest.raises(EngineUnavailableError, match="no other engine took the request over"):
             await anext(generator)
 
 
