@@ -34,3 +34,11 @@ class CacheJournal:
         """Hash -> whether the block can be found now. Begins a new page."""
         changes, self._changes = self._changes, {}
         return changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineNews:
+    """What there is to tell after a step."""
+
+    load: EngineLoad
+    cache: dict[bytes, bool]  # block hash -> whether it can be found now, of those for which that has changed
