@@ -22,6 +22,9 @@ SPARE_CONNECTIONS = 1024
 """HTTP requests beyond twice the engine's that an ingress holds; Serve answers more than that with its own 429."""
 DRAIN_TIMEOUT_S = 120.0
 """How long a replica that is to stop may finish its requests."""
+HEALTH_CHECK_PERIOD_S = 5.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
+"""An engine answers from memory, at once. After three checks that fail Serve replaces it."""
 CONSTRUCTOR_TRIES = 2
 """Loading either works, or fails for a reason that another try does not change, or (rarely) the node died meanwhile."""
 
@@ -52,7 +55,8 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=5.0,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=logging_config,
         request_router_config={"request_router_class": EngineRouter},
     )(EngineServer).bind(config, log_level)

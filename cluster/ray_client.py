@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -68,11 +68,11 @@ class RayEngineClient:
         return self._info
 
     async def health(self) -> Health:
-        """The worst of all replicas that answer."""
-        answers: list[Health] = await _broadcast(self._engine, "health")
+        """Healthy while any replica is: the others' requests go there."""
+        answers: list[Health] = await _broadcast(self._engine, "health", enough=lambda answer: answer.healthy)
         if not answers:
             return Health(healthy=False, reason=NO_ENGINE)
-        return next((answer for answer in answers if not answer.healthy), answers[0])
+        return next((answer for answer in answers if answer.healthy), answers[0])
 
     async def metrics_text(self) -> bytes:
         engines, ingresses = await asyncio.gather(
@@ -194,21 +194,31 @@ class RayEngineClient:
             raise EngineUnavailableError(NO_ENGINE) from error
 
 
-async def _broadcast(deployment: DeploymentHandle[Any], method: str) -> list[Any]:
-    """Calls a method of every replica; gives the answers of those that do answer in time, maybe none."""
+async def _broadcast(
+    deployment: DeploymentHandle[Any], method: str, *, enough: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """Calls a method of every replica; gives the answers of those that do answer in time, maybe none.
+
+    Args:
+        enough: an answer that makes the others unnecessary.
+    """
     calls: list[asyncio.Future[Any]] = []
     with contextlib.suppress(TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
         async with asyncio.timeout(BROADCAST_TIMEOUT_S):
             calls = [asyncio.ensure_future(call) for call in await ray_compat.broadcast(deployment, method)]
-    if not calls:
-        return []
+    answers: list[Any] = []
     try:
-        await asyncio.wait(calls, timeout=BROADCAST_TIMEOUT_S)
-        good = [call.result() for call in calls if call.done() and call.exception() is None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BROADCAST_TIMEOUT_S):
+                for call in asyncio.as_completed(calls):
+                    with contextlib.suppress(*ray_compat.UNAVAILABLE_ERRORS):
+                        answers.append(await call)
+                        if enough(answers[-1]):
+                            return answers
     finally:
-        for call in calls:
-            call.cancel()
-    if len(good) < len(calls):
-        silent = len(calls) - len(good)
+        for running in calls:
+            running.cancel()
+    if len(answers) < len(calls):
+        silent = len(calls) - len(answers)
         logger.warning("%s: %d of %d replicas do not answer %s", deployment.deployment_name, silent, len(calls), method)
-    return good
+    return answers

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from cluster.client import EngineClient
-from cluster.ingress.errors import ApiError, install_error_handlers
+from cluster.ingress.errors import RETRY_AFTER_S, ApiError, install_error_handlers
 from cluster.ingress.openai_routes import openai_router
 from cluster.ingress.playground import playground_router
 from cluster.ingress.service import Service
@@ -36,7 +36,13 @@ def build_api(config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, 
     async def health() -> Response:
         state = await client.health()
         if not state.healthy:
-            raise ApiError(state.reason, status=503, kind="service_unavailable_error", code="unhealthy")
+            raise ApiError(
+                state.reason,
+                status=503,
+                kind="service_unavailable_error",
+                code="unhealthy",
+                headers={"Retry-After": RETRY_AFTER_S},
+            )
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client went away: nobody reads it, access logs do."""
-
-
+RETRY_AFTER_S = "5"
+"""When to come back to a server that has no engine: about the time that starting one takes at least."""
 MAX_NAME = 120
 MAX_MESSAGE = 1000
 """Longest parameter name and message of an error, in characters: clients choose much of what they quote."""
@@ -82,7 +82,7 @@ def to_api_error(error: BaseException) -> ApiError:
         headers = {"Retry-After": str(error.retry_after_s)}
         return ApiError(str(error), status=429, kind="rate_limit_error", code="engine_overloaded", headers=headers)
     if isinstance(error, EngineUnavailableError):
-        headers = {"Retry-After": "5"}
+        headers = {"Retry-After": RETRY_AFTER_S}
         return ApiError(str(error), status=503, kind="service_unavailable_error", code="no_engine", headers=headers)
     if isinstance(error, TimeoutError):
         return ApiError(

@@ -7,6 +7,7 @@ built and serialized per token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -24,6 +25,10 @@ from engine.text.tokenizer import Tokenizer
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+"""A comment, which clients skip: the stream is alive, if only waiting for an engine."""
+KEEP_ALIVE_S = 10.0
+"""Longest silence of a stream. Proxies on the way cut off what says nothing for half a minute or more."""
 
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
@@ -109,6 +114,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._chunks = chunks
         self._timeout_s = timeout_s
+        self._is_quiet = True  # nothing was sent since the last check
 
     async def __call__(
         self,
@@ -125,10 +131,22 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        keep_alive = asyncio.create_task(self._keep_alive(send))
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for chunk in self._chunks:
+                    self._is_quiet = False
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except TimeoutError as error:
             await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        finally:
+            keep_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._is_quiet:
+                with contextlib.suppress(OSError):  # who writes the stream notices, too
+                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._is_quiet = True

@@ -46,6 +46,7 @@ class Replica:
 
 HANGS = object()
 HEALTHY = Health(healthy=True, reason="")
+STUCK = Health(healthy=False, reason="no step")
 DEAD = RayError("the actor died")
 
 
@@ -54,7 +55,8 @@ DEAD = RayError("the actor died")
     [
         ((HANGS, HEALTHY), HEALTHY),
         ((DEAD, HANGS, HEALTHY), HEALTHY),
-        ((HEALTHY, Health(healthy=False, reason="no step")), Health(healthy=False, reason="no step")),
+        ((STUCK, HEALTHY), HEALTHY),
+        ((STUCK, HANGS), STUCK),
         ((HANGS, DEAD), Health(healthy=False, reason=exchange.NO_ENGINE)),
         ((), Health(healthy=False, reason=exchange.NO_ENGINE)),
     ],
@@ -67,6 +69,12 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
     client = RayEngineClient(replicas, replicas, resume_timeout_s=1)  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         assert await client.health() == health
+
+
+async def test_one_healthy_replica_is_enough_and_nobody_waits_for_the_others() -> None:
+    replicas = Replicas(HANGS, HEALTHY)
+    async with asyncio.timeout(ray_client.BROADCAST_TIMEOUT_S / 2):
+        assert await RayEngineClient(replicas, replicas, resume_timeout_s=1).health() == HEALTHY  # type: ignore[arg-type]
 
 
 async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from backends.mock import MockBackend
+from cluster.ingress import sse
 from engine.backend import BackendError, PendingStep
 from engine.batch import StepBatch
 from engine.config import EngineConfig
@@ -48,6 +49,21 @@ def running(server: LocalServer) -> int:
 def slow() -> Iterator[LocalServer]:
     with local_server(mock_step_ms=20, max_decode_seqs=2, max_queued_requests=1) as server:
         yield server
+
+
+def test_a_stream_that_waits_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.1)
+    with local_server(mock_step_ms=500) as server:
+        body = {**CHAT, "stream": True, "max_tokens": 3, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            lines = list(response.iter_lines())
+        assert 4 <= lines.count(": waiting") <= 10
+        assert lines[-2] == "data: [DONE]"
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        stream = client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": "Hi"}], max_tokens=3, stream=True
+        )
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] is not None
 
 
 def test_a_client_that_leaves_a_stream_aborts_it(slow: LocalServer) -> None:
@@ -161,6 +177,7 @@ def test_an_engine_that_breaks_ends_streams_with_an_error_event_and_then_answers
         for probe in ("/health", "/ping"):
             unhealthy = httpx.get(server.url + probe)
             assert unhealthy.status_code == 503
+            assert int(unhealthy.headers["retry-after"]) >= 1
             assert "the device is gone" in unhealthy.json()["error"]["message"]
 
 
