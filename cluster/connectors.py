@@ -6,6 +6,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.metrics_text import ReplicaLabels
 from cluster.roles import Role
 from engine.backend import Backend
 from engine.config import EngineConfig
@@ -15,18 +16,16 @@ from engine.kv_connector import KVConnector
 def create_connector(
     config: EngineConfig,
     role: Role,
+    replica: ReplicaLabels,
     *,
-    backend: Backend,  # noqa: ARG001
-    application: str,  # noqa: ARG001
-    replica: str,  # noqa: ARG001
-    prefill: DeploymentHandle[Any] | None,  # noqa: ARG001
+    backend: Backend,
+    prefill: DeploymentHandle[Any] | None = None,
 ) -> KVConnector | None:
     """The connector of one replica, or None if no KV comes to it or leaves it.
 
     Args:
         backend: asked for its KV format once it is loaded (`KVConnector.attach`).
-        replica: unique id.
         prefill: the pool that a decode replica asks.
     """
-    del config, role
+    del config, role, replica, backend, prefill
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from ray import serve
@@ -32,7 +33,9 @@ class IngressServer:
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
         self._rank = str(ray_compat.replica_rank())  # not the id, which is random: drawn seeds must be reproducible
-        self._labels = ReplicaLabels(model_name=config.model_name, application=context.app_name, replica=replica)
+        self._labels = ReplicaLabels(
+            model_name=config.model_name, application=context.app_name, replica=replica, role="ingress"
+        )
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         self._client = RayEngineClient(engine, siblings, resume_timeout_s=config.resume_timeout_s)
@@ -52,7 +55,10 @@ class IngressServer:
 
     async def report(self) -> IngressReport:
         return IngressReport(
-            labels=self._labels, responses=dict(self._counts.responses), open_requests=self._counts.open_requests
+            labels=self._labels,
+            responses=dict(self._counts.responses),
+            open_requests=self._counts.open_requests,
+            resumptions=asdict(self._client.resumptions),
         )
 
 

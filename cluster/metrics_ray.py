@@ -12,7 +12,8 @@ from collections import defaultdict
 from ray.util.metrics import Counter, Gauge
 
 from cluster.metrics_text import cumulative, exported_name
-from engine.metrics import DEFINITIONS, MetricDefinition, MetricsSnapshot
+from cluster.replica_metrics import REPLICA_DEFINITIONS, has
+from engine.metrics import MetricDefinition, MetricsSnapshot
 
 EXPORT_INTERVAL_S = 2.0
 
@@ -21,17 +22,19 @@ class RayMetricsExporter:
     """Feeds Ray's metrics from snapshots. One per process."""
 
     def __init__(self, tags: dict[str, str]) -> None:
-        """`tags` are on every series (model_name, application, replica)."""
+        """`tags` are on every series (model_name, application, replica, role)."""
         self._tags = tags
         self._exported: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        for definition in DEFINITIONS:
+        for definition in REPLICA_DEFINITIONS:
             self._create(definition)
 
     def export(self, snapshot: MetricsSnapshot) -> None:
-        for definition in DEFINITIONS:
+        for definition in REPLICA_DEFINITIONS:
             name = definition.name
+            if not has(snapshot, definition):
+                continue
             if definition.kind == "histogram":
                 self._export_histogram(definition, snapshot)
             elif definition.kind == "gauge":

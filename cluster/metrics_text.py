@@ -8,19 +8,21 @@ sums over replicas are the reader's choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.kv_transfer.metrics import TRANSFER_DEFINITIONS
+from cluster.replica_metrics import REPLICA_DEFINITIONS, has
 from engine.metrics import DEFINITIONS, HistogramSnapshot, MetricDefinition, MetricsSnapshot
 
-OWN_METRICS = frozenset({"compilations_after_warmup"})
-"""Engine metrics that vLLM does not have."""
+OWN_METRICS = frozenset({"compilations_after_warmup", *(item.name for item in TRANSFER_DEFINITIONS)})
+"""Metrics that vLLM does not have."""
 
-LABELS = ("model_name", "application", "replica")
+LABELS = ("model_name", "application", "replica", "role")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +30,13 @@ class ReplicaLabels:
     model_name: str
     application: str
     replica: str
+    role: str  # of cluster.roles.Role, or "ingress"
 
-    def values(self) -> tuple[str, str, str]:
-        return (self.model_name, self.application, self.replica)
+    def values(self) -> tuple[str, str, str, str]:
+        return (self.model_name, self.application, self.replica, self.role)
+
+    def as_dict(self) -> dict[str, str]:
+        return dict(zip(LABELS, self.values(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +54,7 @@ class IngressReport:
     labels: ReplicaLabels
     responses: Mapping[tuple[str, str], int]  # (route, status code) -> HTTP responses
     open_requests: int
+    resumptions: Mapping[str, int] = field(default_factory=dict)  # by what became of a request whose engine was lost
 
 
 def render(engines: Sequence[EngineReport], ingresses: Sequence[IngressReport]) -> bytes:
@@ -74,8 +81,10 @@ class _Reports(Collector):
         self._ingresses = ingresses
 
     def collect(self) -> Iterator[Metric]:
-        for definition in DEFINITIONS:
-            yield _engine_family(definition, self._engines)
+        for definition in REPLICA_DEFINITIONS:
+            reports = [report for report in self._engines if has(report.metrics, definition)]
+            if reports or definition in DEFINITIONS:
+                yield _engine_family(definition, reports)
         yield from _ingress_families(self._ingresses)
 
 
@@ -103,10 +112,18 @@ def _ingress_families(reports: Iterable[IngressReport]) -> Iterator[Metric]:
     responses = CounterMetricFamily(
         "sliceserve_http_responses", "HTTP responses by route and status code.", labels=(*LABELS, "route", "code")
     )
+    resumptions = CounterMetricFamily(
+        "sliceserve_resumptions",
+        "Requests whose engine was lost: taken over by another one, or given up.",
+        labels=(*LABELS, "outcome"),
+    )
     opened = GaugeMetricFamily("sliceserve_http_requests_open", "HTTP requests being answered.", labels=LABELS)
     for report in reports:
         opened.add_metric(report.labels.values(), report.open_requests)
         for (route, code), count in report.responses.items():
             responses.add_metric((*report.labels.values(), route, code), count)
+        for outcome, count in report.resumptions.items():
+            resumptions.add_metric((*report.labels.values(), outcome), count)
     yield responses
+    yield resumptions
     yield opened

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from cluster import ray_compat
+from cluster.roles import Role
 from engine.backend import BackendError
 from engine.config import ConfigError
 from engine.errors import first_line
@@ -41,10 +42,16 @@ class StartUp:
     written_at: float = 0.0  # seconds since the epoch
 
 
+class StartUpError(RuntimeError):
+    """A replica can't start. The message is one line; Serve shows it, at the end of its own, in `serve status`."""
+
+
 class ProgressReporter:
     """A Progress (engine.backend) that writes StartUp records and log lines."""
 
-    def __init__(self, application: str, replica: str) -> None:
+    def __init__(self, application: str, replica: str, role: Role = Role.UNIFIED) -> None:
+        """Where there is more than one role, phases and errors begin with this replica's."""
+        self._role = "" if role is Role.UNIFIED else f"{role}: "
         self._key = f"{_prefix(application)}{replica}"
         self._replica = replica
         self._phase = ""
@@ -53,12 +60,17 @@ class ProgressReporter:
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Around loading: whatever it raises is reported in one line, and goes on to Serve."""
+        """Around loading: whatever it raises is reported in one line, and goes on to Serve.
+
+        Raises:
+            StartUpError: in place of an error that a user can act on, so that the way to it takes no room in statuses.
+        """
         try:
             yield
         except (BackendError, ConfigError) as error:
-            self.failed(first_line(error))
-            raise
+            line = first_line(error)
+            self.failed(line)
+            raise StartUpError(line) from None
         except Exception as error:  # out of memory, a fault of a hardware library, a bug
             logger.exception("loading failed")
             detail = first_line(error)
@@ -67,6 +79,7 @@ class ProgressReporter:
             raise
 
     def __call__(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        phase = self._role + phase
         now = time.monotonic()
         edge = phase != self._phase or done >= total
         self._phase = phase
@@ -79,11 +92,11 @@ class ProgressReporter:
 
     def ready(self, detail: str) -> None:
         logger.info("ready: %s", detail)
-        self._put(StartUp(replica=self._replica, ready=True, detail=detail))
+        self._put(StartUp(replica=self._replica, ready=True, detail=self._role + detail))
 
     def failed(self, error: str) -> None:
         logger.error("%s", error)
-        self._put(StartUp(replica=self._replica, error=error))
+        self._put(StartUp(replica=self._replica, error=self._role + error))
 
     def forget(self) -> None:
         ray_compat.kv_delete(self._key)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.kv_blocks import KVPayload, PendingBlocks
+from engine.metrics import MetricsSnapshot
 from engine.request import EngineRequest, TokenLogprobs
+
+NO_METRICS = MetricsSnapshot(values={}, labelled={}, histograms={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,9 @@ class KVConnector(ABC):
         return None
 
     def cancel(self, request_id: str) -> None:  # noqa: B027
-        """The request has ended, or lost its blocks. `events` gives none any more that comes of this `fetch`.
+        """The request has ended, lost its blocks, or gives up. `events` gives none any more that comes of this `fetch`.
+
+        Comes once for a fetch that is not complete, and maybe after the engine has been given its KVComplete.
 
         The request may be fetched again, under the same id, if it has to be computed again.
         """
@@ -105,6 +110,10 @@ class KVConnector(ABC):
 
     wants_computed: bool = False
     """Whether `computed` is to be called."""
+
+    def metrics(self) -> MetricsSnapshot:
+        """What is measured here, beside the engine's own; any thread."""
+        return NO_METRICS
 
     def close(self) -> None:  # noqa: B027
         """Ends what is under way. Nothing else is called afterwards."""

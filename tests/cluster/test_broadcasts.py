@@ -79,7 +79,7 @@ async def test_one_healthy_replica_is_enough_and_nobody_waits_for_the_others() -
 
 async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
-    labels = ReplicaLabels(model_name="m", application="a", replica="good")
+    labels = ReplicaLabels(model_name="m", application="a", replica="good", role="unified")
     engines = Replicas(HANGS, EngineReport(labels=labels, metrics=EngineMetrics().snapshot()))
     ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))
     async with asyncio.timeout(5):

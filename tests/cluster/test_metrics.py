@@ -9,7 +9,7 @@ from engine.metrics import DEFINITIONS, EngineMetrics
 
 
 def labels(replica: str) -> ReplicaLabels:
-    return ReplicaLabels(model_name="tiny", application="app", replica=replica)
+    return ReplicaLabels(model_name="tiny", application="app", replica=replica, role="unified")
 
 
 def engine(replica: str, *, tokens: int, ttfts: list[float]) -> EngineReport:

@@ -1,0 +1,72 @@
+"""What prefill and decode replicas count of their transfers; exported like the engine's own metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from engine.metrics import MetricDefinition, MetricsSnapshot
+
+FAILURES = ("unavailable", "overloaded", "timeout", "lost", "refused", "lease")
+"""Why KV did not come. unavailable: no prefill replica, or it died. overloaded: its queue is full. timeout: it was too
+slow. lost: an object is gone or damaged. refused: it can't compute the prompt. lease: nobody fetched what it holds."""
+
+
+def _definition(name: str, kind: str, text: str, label: str | None = None) -> MetricDefinition:
+    return MetricDefinition(name=name, kind="counter" if kind == "counter" else "gauge", help=text, label=label)
+
+
+TRANSFER_DEFINITIONS: tuple[MetricDefinition, ...] = (
+    _definition("kv_transfers", "counter", "Prompts computed by a prefill replica for a decode replica."),
+    _definition("kv_transfer_failures", "counter", "Transfers that did not bring all KV, by reason.", "reason"),
+    _definition("kv_transfer_tokens", "counter", "Tokens whose KV was transferred."),
+    _definition("kv_transfer_bytes", "counter", "Bytes of KV transferred."),
+    _definition("kv_transfer_seconds", "counter", "Time that chunks of KV were on their way, added up."),
+    _definition(
+        "kv_transfer_exposed_seconds",
+        "counter",
+        "Time that requests waited for KV after their prompt was computed: what transfer adds to their first token.",
+    ),
+    _definition("kv_transfers_open", "gauge", "Transfers under way."),
+    _definition("kv_transfer_bytes_in_flight", "gauge", "Bytes of KV that are on their way or reserved for it."),
+    _definition(
+        "disagg_min_prefill_tokens", "gauge", "Uncomputed tokens from which on a prompt is computed elsewhere."
+    ),
+)
+
+
+class TransferMetrics:
+    """One replica's record; written by one thread, read from any."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.tokens = 0
+        self.bytes = 0
+        self.transfer_s = 0.0
+        self.exposed_s = 0.0
+        self.open = 0
+        self.bytes_in_flight = 0
+        self.min_prefill_tokens = 0
+        self._failures: Counter[str] = Counter()
+
+    def count_chunk(self, num_bytes: int, transfer_s: float = 0.0) -> None:
+        self.bytes += num_bytes
+        self.transfer_s += transfer_s
+
+    def count_failure(self, reason: str) -> None:
+        self._failures[reason] += 1
+
+    def snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot(
+            values={
+                "kv_transfers": float(self.started),
+                "kv_transfer_tokens": float(self.tokens),
+                "kv_transfer_bytes": float(self.bytes),
+                "kv_transfer_seconds": self.transfer_s,
+                "kv_transfer_exposed_seconds": self.exposed_s,
+                "kv_transfers_open": float(self.open),
+                "kv_transfer_bytes_in_flight": float(self.bytes_in_flight),
+                "disagg_min_prefill_tokens": float(self.min_prefill_tokens),
+            },
+            labelled={"kv_transfer_failures": {reason: float(self._failures[reason]) for reason in FAILURES}},
+            histograms={},
+        )
