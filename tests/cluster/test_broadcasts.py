@@ -84,5 +84,5 @@ async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest
     ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))
     async with asyncio.timeout(5):
         text = (await RayEngineClient(engines, ingresses, resume_timeout_s=1).metrics_text()).decode()  # type: ignore[arg-type]
-    assert 'sliceserve_http_requests_open{application="a",model_name="m",replica="good"} 3.0' in text
+    assert 'sliceserve_http_requests_open{application="a",model_name="m",replica="good",role="unified"} 3.0' in text
     assert "vllm:num_requests_running" in text
