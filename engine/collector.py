@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.batch import LogprobArrays, StepBatch, StepResult
-from engine.kv_cache import BlockPool
+from engine.kv_cache import BlockPool, HashedBlock
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, RequestOutput, TokenLogprobs
 from engine.running import RequestState, Status
@@ -28,7 +28,10 @@ class Collector:
         metrics: EngineMetrics,
         finish: Callable[[RequestState], None],
         clock: Callable[[], float],
+        *,
+        keeps_computed: bool = False,
     ) -> None:
+        """`keeps_computed`: list the prompt blocks that become findable, for `take_computed`."""
         self._table = table
         self._pool = pool
         self._block_size = table.block_size
@@ -36,6 +39,8 @@ class Collector:
         self._metrics = metrics
         self._finish = finish
         self._clock = clock
+        self._keeps_computed = keeps_computed
+        self._computed: list[HashedBlock] = []
 
     def collect(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> list[RequestOutput]:
         if self._caching:
@@ -46,6 +51,21 @@ class Collector:
         outputs = self._outputs(batch, rows, result)
         self._metrics.generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
+
+    def take_token(self, state: RequestState, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        """The output of a token that was sampled elsewhere, along with the request's KV."""
+        now = self._clock()
+        reason = state.append(token)
+        if state.last_token_time:
+            self._metrics.inter_token_latency_seconds.observe(now - state.last_token_time)
+        self._metrics.generation_tokens += 1
+        wanted = None if state.request.sampling.logprobs is None or logprobs is None else (logprobs,)
+        return self._output(state, token, reason, wanted, now)
+
+    def take_computed(self) -> list[HashedBlock]:
+        """Prompt blocks that have become findable since the last call."""
+        computed, self._computed = self._computed, []
+        return computed
 
     def _outputs(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> list[RequestOutput]:
         now = self._clock()
@@ -84,7 +104,10 @@ class Collector:
                 continue
             hashes = state.block_hashes(count, self._block_size)
             for index in range(state.num_registered_blocks, count):
-                self._pool.register(state.block_ids[index], hashes[index])
+                block = state.block_ids[index]
+                is_new = self._pool.register(block, hashes[index])
+                if is_new and self._keeps_computed and (index + 1) * self._block_size <= state.prompt_len:
+                    self._computed.append((hashes[index], block))
             state.num_registered_blocks = count
 
     def _learn_tokens(self, batch: StepBatch, rows: tuple[RequestState, ...], result: StepResult) -> None:

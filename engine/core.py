@@ -20,12 +20,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.config import EngineConfig
+from engine.kv_connector import KVConnector
+from engine.kv_exports import KVExports
+from engine.kv_imports import KVExchange
 from engine.limits import Limits, usable
 from engine.metrics import EngineMetrics, MetricsSnapshot
+from engine.news import CacheJournal, EngineNews
 from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.running import RequestState, Status
 from engine.scheduler import ScheduledStep, Scheduler
@@ -57,15 +61,30 @@ class _Loaded:
     info: BackendInfo
     limits: Limits
     scheduler: Scheduler
+    exports: KVExports | None  # where there is a connector
 
 
 class EngineCore:
-    """One engine: a backend, a scheduler, and the thread that drives them."""
+    """One engine: a backend, a scheduler, and the thread that drives them.
 
-    def __init__(self, config: EngineConfig, backend: Backend, emit: Callable[[list[RequestOutput]], None]) -> None:
+    Args:
+        connector: brings KV from elsewhere and takes it there; None: every prompt is computed here, for here.
+        journal: follows the prefix cache, for `news`; who gives one has to take its pages.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        emit: Callable[[list[RequestOutput]], None],
+        connector: KVConnector | None = None,
+        journal: CacheJournal | None = None,
+    ) -> None:
         self._config = config
         self._backend = backend
         self._emit = emit
+        self._connector = connector
+        self._journal = journal
         self._metrics = EngineMetrics()
         self._loaded: _Loaded | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -76,6 +95,8 @@ class EngineCore:
         self._aborted: list[str] = []
         self._down = "the engine is not started"  # why it takes no requests; empty when it does
         self._progress_at = time.monotonic()  # last step, or when work appeared
+        self._at_rest = True  # nothing to compute before something changes
+        self._kv_news = False
         # The engine thread's own:
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
 
@@ -101,8 +122,16 @@ class EngineCore:
             self._backend.warmup(progress)
         limits = Limits.of(self._config, info)
         info = usable(info, limits)
-        self._loaded = _Loaded(info=info, limits=limits, scheduler=Scheduler(limits, info, self._metrics))
+        exchange, exports = self._attach(info, self._connector) if self._connector else (None, None)
+        scheduler = Scheduler(limits, info, self._metrics, exchange=exchange)
+        self._loaded = _Loaded(info=info, limits=limits, scheduler=scheduler, exports=exports)
         return info
+
+    def _attach(self, info: BackendInfo, connector: KVConnector) -> tuple[KVExchange, KVExports]:
+        self._backend.kv_format()  # refuses if the backend can't exchange KV
+        connector.attach(self._wake)
+        exchange = KVExchange(connector=connector, write_blocks=self._backend.write_blocks)
+        return exchange, KVExports(connector, self._backend, block_size=info.block_size, metrics=self._metrics)
 
     def start(self) -> None:
         """Starts the loop; `load` comes first."""
@@ -120,8 +149,10 @@ class EngineCore:
         if self._thread.is_alive():
             logger.error("the engine's thread did not end within %g s: a backend step hangs", timeout_s)
             self._end_all(self._down)
-        else:
-            self._backend.close()
+            return
+        if self._connector is not None:
+            self._connector.close()
+        self._backend.close()
 
     # -- any thread
 
@@ -146,7 +177,8 @@ class EngineCore:
                     f"{len(self._live)} requests are running and waiting, which is the limit: try again later, "
                     "or serve with a larger max_queued_requests"
                 )
-            if not self._live:
+            if self._at_rest:
+                self._at_rest = False
                 self._progress_at = time.monotonic()
             state.deadline = time.monotonic() + self._config.request_timeout_s
             self._live[state.request_id] = state
@@ -158,12 +190,14 @@ class EngineCore:
         with self._changed:
             if request_id in self._live:
                 self._aborted.append(request_id)
+                self._at_rest = False
                 self._changed.notify()
 
     def health(self) -> EngineHealth:
         """Unhealthy if the engine is down, or had work and made no step within `step_deadline_s`."""
         with self._changed:
-            stalled_s = time.monotonic() - self._progress_at if self._live else 0.0
+            # At rest with live requests, it waits for KV from elsewhere, for which connectors have deadlines.
+            stalled_s = time.monotonic() - self._progress_at if self._live and not self._at_rest else 0.0
             down = self._down
         if down:
             return EngineHealth(healthy=False, reason=down)
@@ -183,6 +217,20 @@ class EngineCore:
             metrics.compilations_after_warmup = self._backend.compilations_after_warmup
         return metrics.snapshot()
 
+    def news(self) -> EngineNews:
+        """What there is to tell since the last call. For `emit`, as it is the engine thread's to say."""
+        load = self._ready.scheduler.load
+        waiting = len(self._live) - load.running  # with those that came during the step
+        if waiting > load.waiting:
+            load = replace(load, waiting=waiting)
+        return EngineNews(load=load, cache=self._journal.take() if self._journal is not None else {})
+
+    def _wake(self) -> None:
+        """The connector has events."""
+        with self._changed:
+            self._kv_news = True
+            self._changed.notify()
+
     # -- the engine's thread
 
     def _run(self) -> None:
@@ -201,25 +249,45 @@ class EngineCore:
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do; False when the engine was stopped."""
         with self._changed:
-            while not self._live and self._in_flight is None and not self._down:
-                self._changed.wait(_IDLE_WAIT_S)
+            while self._at_rest and not self._kv_news and not self._down:
+                oldest = next(iter(self._live.values()), None)
+                wait_s = min(_IDLE_WAIT_S, oldest.deadline - time.monotonic()) if oldest else _IDLE_WAIT_S
+                if wait_s <= 0:
+                    break
+                self._changed.wait(wait_s)
+            if self._at_rest:
+                self._at_rest = False
+                self._progress_at = time.monotonic()
+            self._kv_news = False
             return not self._down
 
     def _step(self) -> None:
         loaded = self._ready
         scheduler = loaded.scheduler
-        outputs = self._take_in(scheduler)
-        scheduled = scheduler.schedule()
-        pending = (scheduled, self._backend.dispatch(scheduled.batch)) if scheduled else None
+        outputs = self._take_in(scheduler) + scheduler.take_kv_events()
+        pending = self._dispatch(loaded, scheduler.schedule())
         if loaded.info.capabilities.overlap:
             ready, self._in_flight = self._in_flight, pending
         else:
             ready = pending
         if ready is not None:
             outputs += scheduler.collect(ready[0], ready[1].result())
-        elif pending is None and scheduler.has_work:
+            if loaded.exports is not None:
+                loaded.exports.after_collect(scheduler.take_computed())
+        elif pending is None and scheduler.has_work and not scheduler.awaits_kv:
             raise RuntimeError("the scheduler has requests and nothing to do")
-        self._deliver(outputs)
+        self._deliver(outputs, at_rest=pending is None and ready is None)
+
+    def _dispatch(self, loaded: _Loaded, step: ScheduledStep | None) -> tuple[ScheduledStep, PendingStep] | None:
+        """Dispatches a step, and reads of the KV that it overwrites and computes."""
+        if loaded.exports is not None:
+            loaded.exports.before_step(loaded.scheduler.take_evicted())
+        if step is None:
+            return None
+        pending = self._backend.dispatch(step.batch)
+        if loaded.exports is not None:
+            loaded.exports.after_dispatch(step.chunks)
+        return step, pending
 
     def _take_in(self, scheduler: Scheduler) -> list[RequestOutput]:
         """Applies what other threads asked for, and deadlines. Returns the outputs of requests that ended by it."""
@@ -256,9 +324,10 @@ class EngineCore:
             error=error,
         )
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[RequestOutput], *, at_rest: bool) -> None:
         with self._changed:
             self._progress_at = time.monotonic()
+            self._at_rest = at_rest and not self._submitted and not self._aborted
             outputs = [output for output in outputs if output.request_id in self._live]  # all gone if stop() gave up
             for output in outputs:
                 if output.finish_reason is not None:

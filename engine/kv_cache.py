@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+from engine.news import CacheJournal
 
 _DIGEST_BYTES = 32
+
+HashedBlock = tuple[bytes, int]
+"""The hash of a full block's content, and the block."""
 
 
 def root_hash(*, cache_salt: str = "", adapter_digest: bytes = b"") -> bytes:
@@ -27,7 +33,7 @@ def root_hash(*, cache_salt: str = "", adapter_digest: bytes = b"") -> bytes:
     return hashlib.blake2b(len(salt).to_bytes(8, "little") + salt + adapter_digest, digest_size=_DIGEST_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def block_hash(parent: bytes, token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
     """Hash of a full block, given the hash of the block before it. The same on every machine and in every process."""
     return hashlib.blake2b(parent + np.array(token_ids, dtype="<i4").tobytes(), digest_size=_DIGEST_BYTES).digest()
 
@@ -37,10 +43,22 @@ class BlockPool:
 
     A block is *owned* while its count is positive, otherwise *free*. Free blocks that are registered stay findable.
     Only registered blocks, which nobody writes any more, are ever shared; an unregistered block has one owner.
+
+    Args:
+        keeps: which findable blocks, by their hash, are of interest to somebody when they are handed out anew.
+        journal: where it is written which blocks become findable and cease to be.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        keeps: Callable[[bytes], bool] | None = None,
+        journal: CacheJournal | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
+        self._keeps = keeps
+        self._journal = journal
+        self._evicted: list[HashedBlock] = []
         self._owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -72,8 +90,17 @@ class BlockPool:
         if known_as is not None:
             del self._by_hash[known_as]
             self._hash_of[block] = None
+            if self._journal is not None:
+                self._journal.evicted(known_as)
+            if self._keeps is not None and self._keeps(known_as):
+                self._evicted.append((known_as, block))
         self._owners[block] = 1
         return block
+
+    def take_evicted(self) -> list[HashedBlock]:
+        """Blocks of interest that were handed out since the last call and are still to be overwritten."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest registered prefix of a hash chain. Takes nothing."""
@@ -96,11 +123,18 @@ class BlockPool:
                 del self._free[block]
             self._owners[block] += 1
 
-    def register(self, block: int, known_as: bytes) -> None:
-        """Makes an owned, full, computed block findable. The first block with a given content stays the one found."""
-        if known_as not in self._by_hash and self._hash_of[block] is None:
-            self._by_hash[known_as] = block
-            self._hash_of[block] = known_as
+    def register(self, block: int, known_as: bytes) -> bool:
+        """Makes an owned, full, computed block findable; says whether it was news.
+
+        The first block with a given content stays the one found.
+        """
+        if known_as in self._by_hash or self._hash_of[block] is not None:
+            return False
+        self._by_hash[known_as] = block
+        self._hash_of[block] = known_as
+        if self._journal is not None:
+            self._journal.registered(known_as)
+        return True
 
     def release(self, blocks: Sequence[int]) -> None:
         """Removes an owner from each block of a sequence, given from first to last.

@@ -59,6 +59,9 @@ DEFINITIONS: tuple[MetricDefinition, ...] = (
     _counter("num_preemptions", "Times a running request lost its KV blocks and had to be recomputed."),
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
+    _counter("kv_imported_tokens", "Tokens whose KV came from another engine or from the prefix store."),
+    _counter("kv_import_failures", "Times KV that was to come from elsewhere did not, and was computed here."),
+    _counter("kv_exported_tokens", "Prompt tokens whose KV was handed out to another engine."),
     _counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
     _counter("generation_tokens", "Tokens generated."),
     _counter("request_success", "Requests that ended, by reason.", label="finished_reason"),
@@ -135,6 +138,9 @@ class EngineMetrics:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.kv_imported_tokens = 0
+        self.kv_import_failures = 0
+        self.kv_exported_tokens = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.compilations_after_warmup = 0

@@ -17,6 +17,7 @@ from engine.request import EngineRequest, FinishReason, TokenLogprobs
 
 class Status(Enum):
     WAITING = auto()  # no place in the batch yet, or preempted
+    IMPORTING = auto()  # its KV comes from elsewhere: it owns blocks, and no slot yet
     PREFILLING = auto()  # some known tokens are not computed yet
     DECODING = auto()  # one token per step
     DRAINING = auto()  # its last step is dispatched and not read yet
@@ -40,6 +41,7 @@ class RequestState:
         "last_token_time",
         "max_len",
         "num_cached_tokens",
+        "num_exported_tokens",
         "num_registered_blocks",
         "prompt_len",
         "prompt_logprobs",
@@ -72,6 +74,7 @@ class RequestState:
         self.num_registered_blocks = 0
         self.last_step = -1  # the last step it had a row in, kept here while it has no slot
         self.num_cached_tokens = 0
+        self.num_exported_tokens = request.export_from or 0  # up to where its KV has been handed out
         self.arrival_time = min(request.arrival_time, clock())
         self.deadline = math.inf  # monotonic seconds
         self.admission_time = 0.0  # its first place in the batch; 0 before

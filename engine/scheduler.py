@@ -25,9 +25,11 @@ from engine.backend import BackendInfo
 from engine.batch import SlotState, StepBatch, StepResult
 from engine.batch_builder import BatchBuilder, Chunk
 from engine.collector import Collector
-from engine.kv_cache import BlockPool
+from engine.kv_cache import BlockPool, HashedBlock
+from engine.kv_imports import KVExchange, KVImports
 from engine.limits import Limits
 from engine.metrics import EngineMetrics
+from engine.news import CacheJournal, EngineLoad
 from engine.request import RequestOutput
 from engine.running import RequestState, Status
 from engine.slot_table import NO_ROWS, DecodeRows, SlotTable
@@ -39,20 +41,28 @@ class ScheduledStep:
 
     batch: StepBatch
     rows: tuple[RequestState, ...]
+    chunks: tuple[Chunk, ...]  # of the last rows
 
 
 class Scheduler:
     """Not thread-safe: one thread schedules and collects."""
 
     def __init__(
-        self, limits: Limits, info: BackendInfo, metrics: EngineMetrics, *, clock: Callable[[], float] = time.time
+        self,
+        limits: Limits,
+        info: BackendInfo,
+        metrics: EngineMetrics,
+        *,
+        clock: Callable[[], float] = time.time,
+        exchange: KVExchange | None = None,
+        journal: CacheJournal | None = None,
     ) -> None:
-        """`clock` gives seconds since the epoch; a simulation has one of its own."""
+        """`clock` gives seconds since the epoch; a simulation has its own. `journal` follows the prefix cache."""
         self._limits = limits
         self._block_size = info.block_size
         self._metrics = metrics
         self._clock = clock
-        self._pool = BlockPool(info.num_blocks)
+        self._pool = BlockPool(info.num_blocks, exchange.connector.keeps if exchange else None, journal)
         max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         self._table = SlotTable(num_slots=limits.running, max_blocks=max_blocks, block_size=info.block_size)
         self._builder = BatchBuilder(self._table, block_size=info.block_size)
@@ -67,7 +77,23 @@ class Scheduler:
         self._step = 0
         self._last_collected = -1
         self._prefilled_last = False
-        self._collector = Collector(self._table, self._pool, self._limits.caching, metrics, self.finish, clock)
+        self._collector = Collector(
+            self._table,
+            self._pool,
+            limits.caching,
+            metrics,
+            self.finish,
+            clock,
+            keeps_computed=exchange is not None and exchange.connector.wants_computed,
+        )
+        self._imports = KVImports(
+            exchange,
+            self._pool,
+            block_size=info.block_size,
+            caching=limits.caching,
+            metrics=metrics,
+            take_token=self._collector.take_token,
+        )
 
     @property
     def num_running(self) -> int:
@@ -79,39 +105,72 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or len(self._imports))
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether KV is on its way here, so that having nothing to compute may be right."""
+        return self._imports.is_fetching
 
     @property
     def kv_usage(self) -> float:
         return self._pool.usage
+
+    @property
+    def load(self) -> EngineLoad:
+        remaining = sum([self._remaining(state) for state in self._prefilling.values()])
+        return EngineLoad(
+            running=len(self._running),
+            waiting=len(self._waiting) + len(self._imports),
+            queued_tokens=remaining + sum([state.num_tokens for state in self._waiting.values()]),
+            free_blocks=self._pool.num_free,
+        )
 
     def collect(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Takes back the result of the oldest step that was not collected yet."""
         self._last_collected = step.batch.step
         return self._collector.collect(step.batch, step.rows, result)
 
+    def take_kv_events(self) -> list[RequestOutput]:
+        """Takes in KV that has come from elsewhere, and first tokens that came with it."""
+        return self._imports.take_events()
+
+    def take_evicted(self) -> list[HashedBlock]:
+        """Blocks that the step just planned overwrites and the connector wants to keep."""
+        return self._pool.take_evicted()
+
+    def take_computed(self) -> list[HashedBlock]:
+        """Prompt blocks that the step just collected has completed, if the connector wants them."""
+        return self._collector.take_computed()
+
     # -- requests come and go
 
     def add(self, state: RequestState) -> None:
         self._waiting[state.request_id] = state
+        self._imports.consider(state)
 
     def finish(self, state: RequestState) -> None:
         """Forgets a request, whatever it is doing, and frees everything it has. Its rows in flight are ignored."""
         if state.status is Status.WAITING:
             del self._waiting[state.request_id]
+            self._imports.forget(state)
         else:
             self._vacate(state)
         state.status = Status.FINISHED
 
     def _preempt(self, state: RequestState) -> None:
-        """Takes everything from a running request; it is recomputed later, before anybody who waits."""
+        """Takes everything from a request; it is computed again later, before anybody who waits."""
         self._vacate(state)
         state.status = Status.WAITING
         self._waiting[state.request_id] = state
         self._waiting.move_to_end(state.request_id, last=False)
+        self._imports.consider(state, first=True)
         self._metrics.num_preemptions += 1
 
     def _vacate(self, state: RequestState) -> None:
+        if state.status is Status.IMPORTING:
+            self._imports.drop(state)
+            return
         del self._running[state.request_id]
         self._prefilling.pop(state.request_id, None)
         self._decode_changed = True
@@ -125,6 +184,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when no request has anything to compute that is not already in flight."""
+        self._begin_imports()
         if self._limits.mixed:
             decode = self._plan_decode()
             chunks = self._plan_prefill(len(decode.requests))
@@ -138,7 +198,8 @@ class Scheduler:
         for chunk in chunks:
             self._advance(chunk)
         self._metrics.iteration_tokens_total.observe(batch.num_tokens)
-        return ScheduledStep(batch=batch, rows=decode.requests + tuple(chunk.state for chunk in chunks))
+        rows = decode.requests + tuple(chunk.state for chunk in chunks)
+        return ScheduledStep(batch=batch, rows=rows, chunks=tuple(chunks))
 
     def _plan_unmixed(self) -> tuple[DecodeRows, list[Chunk]]:
         """Prefill first, but never twice in a row while somebody decodes."""
@@ -164,7 +225,7 @@ class Scheduler:
             self._decode_changed = True
         starts_block = (kv_lens % self._block_size == 0) & ~done
         for row in np.flatnonzero(starts_block).tolist():
-            self._give_block(decode.requests[row])
+            self._give_block(decode.requests[row], int(kv_lens[row]))
         return self._current_decode()
 
     def _current_decode(self) -> DecodeRows:
@@ -176,15 +237,16 @@ class Scheduler:
             self._decode_changed = False
         return self._decode
 
-    def _give_block(self, state: RequestState) -> None:
-        """Gives a decoding request the block of its next token, if need be by preempting the latest-admitted one."""
+    def _give_block(self, state: RequestState, kv_len: int) -> None:
+        """Gives a decoding request the block of its next token, if need be by preempting another one."""
         while state.status is Status.DECODING:  # it may be the latest itself
-            if self._pool.num_free:
-                state.block_ids += self._pool.allocate(1)
-                kv_len = (len(state.block_ids) - 1) * self._block_size
+            owned = len(state.block_ids) * self._block_size > kv_len  # it got one more than its known tokens fill
+            if owned or self._pool.num_free:
+                state.block_ids += self._pool.allocate(0 if owned else 1)
                 self._table.extend_blocks(state, kv_len, kv_len + 1)
                 return
-            self._preempt(next(s for s in reversed(self._running.values()) if s.status is not Status.DRAINING))
+            running = (s for s in reversed(self._running.values()) if s.status is not Status.DRAINING)
+            self._preempt(self._imports.latest or next(running))
 
     def _plan_prefill(self, num_decode: int) -> list[Chunk]:
         """Chunks of requests that prefill, then of requests that can be admitted, in the order of their arrival."""
@@ -196,7 +258,7 @@ class Scheduler:
             chunks.append(self._chunk(state, budget))
             budget -= chunks[-1].num_tokens
         while len(chunks) < self._limits.prefill_rows:
-            admitted = self._admit(budget)
+            admitted = self._place_imported(budget) or self._admit(budget)
             if admitted is None:
                 break
             chunks.append(self._chunk(admitted, budget))
@@ -243,18 +305,61 @@ class Scheduler:
         if state.last_step > self._last_collected:
             return None  # its last token before the preemption is still in flight
         cached = self._find_prefix(state)
-        new_blocks = -(-state.num_tokens // self._block_size) - len(cached)
-        headroom = len(self._running)  # one more block for everybody, so that the next steps don't preempt it again
         num_cached_tokens = len(cached) * self._block_size
-        if self._pool.num_free_without(cached) < new_blocks + headroom:
+        if not self._has_room(cached, state.num_tokens):
             return None
         if not self._fits(state.num_tokens - num_cached_tokens, budget):
             return None
-        self._pool.share(cached)
-        state.block_ids = cached + self._pool.allocate(new_blocks)
-        state.num_registered_blocks = len(cached)
+        self._stop_waiting(state, cached, state.num_tokens)
         self._place(state, num_cached_tokens)
         return state
+
+    def _begin_imports(self) -> None:
+        """Has KV fetched for requests that wait, in their order, as far as there are blocks for it."""
+        while len(self._imports) < self._limits.running:
+            state = self._imports.next_unasked
+            if state is None or state.last_step > self._last_collected:
+                return
+            front = next(iter(self._waiting.values()))
+            if front is not state and not self._has_room(self._find_prefix(front), front.num_tokens):
+                return  # who waits for blocks gets them first
+            cached = self._find_prefix(state)
+            num_tokens = min(state.num_tokens + 1, state.last_kv_len)  # the next token may come along
+            if not self._has_room(cached, num_tokens):
+                return
+            if self._imports.begin(state, len(cached) * self._block_size):
+                self._stop_waiting(state, cached, num_tokens)
+                state.status = Status.IMPORTING
+
+    def _place_imported(self, budget: int) -> RequestState | None:
+        """Gives the first request whose KV has come a slot, if there is one; it comes before all that wait."""
+        found = self._imports.next_ready
+        if found is None or not self._free_slots:
+            return None
+        state, num_computed_tokens = found
+        if not self._fits(state.num_tokens - num_computed_tokens, budget):
+            return None
+        self._imports.placed(state)
+        self._place(state, num_computed_tokens)
+        return state
+
+    def _has_room(self, cached: list[int], num_tokens: int) -> bool:
+        """Whether there are blocks for so many tokens, of which those of `cached` are in the cache."""
+        new_blocks = -(-num_tokens // self._block_size) - len(cached)
+        # One more block for everybody, so that the next steps don't preempt it again.
+        headroom = len(self._running) + len(self._imports)
+        return self._pool.num_free_without(cached) >= new_blocks + headroom
+
+    def _stop_waiting(self, state: RequestState, cached: list[int], num_tokens: int) -> None:
+        """Gives a waiting request blocks for so many tokens."""
+        del self._waiting[state.request_id]
+        self._imports.forget(state)
+        self._pool.share(cached)
+        new_blocks = -(-num_tokens // self._block_size) - len(cached)
+        state.block_ids = cached + self._pool.allocate(new_blocks)
+        state.num_registered_blocks = len(cached)
+        if not state.admission_time:
+            self._record_first_admission(state, len(cached) * self._block_size)
 
     def _find_prefix(self, state: RequestState) -> list[int]:
         """Registered blocks of the request's prefix; at least one token is left to compute, for its logits."""
@@ -262,17 +367,14 @@ class Scheduler:
             return []
         return self._pool.find(state.block_hashes((state.num_tokens - 1) // self._block_size, self._block_size))
 
-    def _place(self, state: RequestState, num_cached_tokens: int) -> None:
-        del self._waiting[state.request_id]
+    def _place(self, state: RequestState, num_computed_tokens: int) -> None:
         self._running[state.request_id] = state
         self._prefilling[state.request_id] = state
         state.status = Status.PREFILLING
         state.slot = self._free_slots.pop()
-        slot_state = self._table.assign(state, num_cached_tokens)
+        slot_state = self._table.assign(state, num_computed_tokens)
         if slot_state is not None:
             self._new_slot_states.append(slot_state)
-        if not state.admission_time:
-            self._record_first_admission(state, num_cached_tokens)
 
     def _record_first_admission(self, state: RequestState, num_cached_tokens: int) -> None:
         state.admission_time = self._clock()

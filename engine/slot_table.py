@@ -38,7 +38,7 @@ class SlotTable:
         self._sampling = _neutral_sampling(num_slots)
 
     def assign(self, state: RequestState, kv_len: int) -> SlotState | None:
-        """Fills in the slot of a request that was just admitted with `kv_len` tokens found in the prefix cache.
+        """Fills in the slot of a request that was just admitted with `kv_len` tokens computed already.
 
         Returns what the backend must know of the slot, if the request's logits are rewritten.
         """

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from backends.mock.checks import BatchChecker
 from backends.mock.cost import MockCost
 from backends.mock.device import MockDevice
+from backends.mock.kv_exchange import FORMAT, MockBlocks, entries_of
 from engine.backend import Backend, BackendError, BackendInfo, Capabilities, PendingStep, Progress, no_progress
 from engine.batch import Int32, LogprobArrays, StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.kv_blocks import KVFormat, KVPayload, PendingBlocks
 from engine.request import MAX_TOP_LOGPROBS
 
 _KV_TOKENS = 262_144  # size of the cache when num_blocks is not given
@@ -47,7 +50,7 @@ class MockBackend(Backend):
         self._vocab_size = vocab_size
         self._eos_token_id = eos_token_id
         self._eos_every = eos_every
-        self._capabilities = capabilities or Capabilities()
+        self._capabilities = capabilities or Capabilities(kv_exchange=True)
         self._device: MockDevice | None = None
         self._checker: BatchChecker | None = None
         self._busy_until = 0.0  # monotonic time when the device is done with all dispatched steps
@@ -87,14 +90,13 @@ class MockBackend(Backend):
         progress("compiling", 1, 1, "nothing to compile")
 
     def dispatch(self, batch: StepBatch) -> PendingStep:
-        if self._device is None:
-            raise BackendError("the mock backend is not loaded: call load() first")
-        tokens = self._device.token_ids(batch)
+        device = self._ready
+        tokens = device.token_ids(batch)
         if self._checker is not None:
-            self._checker.check(batch, tokens, self._device)
+            self._checker.check(batch, tokens, device)
         for state in batch.slot_states:
-            self._device.history[state.slot, : len(state.token_ids)] = state.token_ids
-        sampled = self._device.run(batch, tokens)
+            device.history[state.slot, : len(state.token_ids)] = state.token_ids
+        sampled = device.run(batch, tokens)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._cost.step_s(batch)
         result = StepResult(
             step=batch.step,
@@ -104,8 +106,29 @@ class MockBackend(Backend):
         )
         return _MockStep(result, self._busy_until)
 
+    def kv_format(self) -> KVFormat:
+        return FORMAT
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
+        entries = self._ready.kv[list(block_ids)].reshape(-1)[offset : offset + num_tokens]
+        return MockBlocks(entries, self._busy_until)
+
+    def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
+        entries = entries_of(payload)
+        places = np.arange(offset, offset + len(entries))
+        blocks, offsets = np.array(block_ids)[places // self._config.block_size], places % self._config.block_size
+        self._ready.kv[blocks, offsets] = entries
+        if self._checker is not None:
+            self._checker.imported(blocks, offsets)
+
     def close(self) -> None:
         """There is nothing to free."""
+
+    @property
+    def _ready(self) -> MockDevice:
+        if self._device is None:
+            raise BackendError("the mock backend is not loaded: call load() first")
+        return self._device
 
 
 class _MockStep(PendingStep):

@@ -6,10 +6,14 @@ Slow by design; on in tests, off in serving.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.mock.device import MockDevice
 from engine.backend import BackendError, BackendInfo
 from engine.batch import FROM_DEVICE, Int32, StepBatch
+
+_IMPORTED = -2
+"""In place of a position: the entry came from elsewhere, and its token is known by what it adds to the one before."""
 
 
 class BatchChecker:
@@ -20,6 +24,11 @@ class BatchChecker:
         self._next_step = 0
         self._tokens = np.full((info.num_blocks, info.block_size), -1, np.int32)  # the token of each KV entry
         self._positions = np.full((info.num_blocks, info.block_size), -1, np.int32)
+
+    def imported(self, blocks: NDArray[np.intp], offsets: NDArray[np.intp]) -> None:
+        """KV entries were written that no step has computed."""
+        self._tokens[blocks, offsets] = -1
+        self._positions[blocks, offsets] = _IMPORTED
 
     def check(self, batch: StepBatch, tokens: Int32, device: MockDevice) -> None:
         """Raises BackendError if the batch breaks a rule. `tokens` is the batch's input with FROM_DEVICE replaced."""
@@ -84,12 +93,24 @@ class BatchChecker:
 
     def _check_context(self, batch: StepBatch, row: int, blocks: Int32, length: int, device: MockDevice) -> None:
         """The KV of the tokens before the row's queries is complete and of one sequence."""
+        self._recognize(batch, row, blocks, length, device)
         positions = self._positions[blocks].reshape(-1)[:length]
         self._require(np.array_equal(positions, np.arange(length)), batch, f"row {row}: KV missing or of another row")
         tokens = self._tokens[blocks].reshape(-1)[:length]
         expected = device.entries_of(tokens)
         entries = device.kv[blocks].reshape(-1)[:length]
         self._require(np.array_equal(entries, expected), batch, f"row {row}: KV of different sequences in one table")
+
+    def _recognize(self, batch: StepBatch, row: int, blocks: Int32, length: int, device: MockDevice) -> None:
+        """Finds the tokens of imported entries, which are nonsense if entries are missing or mixed up."""
+        size = self._info.block_size
+        positions = np.flatnonzero(self._positions[blocks].reshape(-1)[:length] == _IMPORTED)
+        if not len(positions):
+            return
+        tokens = device.tokens_of(device.kv[blocks].reshape(-1)[:length])[positions]
+        self._require(bool((tokens < self._info.vocab_size).all()), batch, f"row {row}: imported KV is wrong")
+        self._tokens[blocks[positions // size], positions % size] = tokens.astype(np.int32)
+        self._positions[blocks[positions // size], positions % size] = positions
 
     def _claim_blocks(self, batch: StepBatch, row: int, written: dict[int, int], read: dict[int, int]) -> None:
         """No block is written by one row and touched by another in the same step."""

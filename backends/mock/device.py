@@ -25,9 +25,9 @@ FIRST_TOKEN, NUM_TOKENS = 1000, 28000
 _PRIME = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 
 
-def powers(count: int) -> UInt64:
-    """PRIME**0 .. PRIME**(count-1) modulo 2**64."""
-    factors = np.full(count, _PRIME, np.uint64)
+def powers(count: int, base: int = _PRIME) -> UInt64:
+    """base**0 .. base**(count-1) modulo 2**64."""
+    factors = np.full(count, base, np.uint64)
     factors[0] = 1
     return np.multiply.accumulate(factors)
 
@@ -119,6 +119,11 @@ class MockDevice:
     def entries_of(self, tokens: Int32) -> UInt64:
         """The KV entries that a sequence's tokens should have."""
         return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * self._powers[: len(tokens)], dtype=np.uint64)
+
+    def tokens_of(self, entries: UInt64) -> UInt64:
+        """The tokens of a sequence's KV entries; huge numbers where these are not one sequence's."""
+        added = np.diff(entries, prepend=np.uint64(0))
+        return added * powers(len(entries), pow(_PRIME, -1, 2**64)) - np.uint64(1)
 
     def _read(self, batch: StepBatch, positions: Int32) -> UInt64:
         """KV entry of one position per row."""

@@ -8,18 +8,27 @@ from typing import Any
 from backends.mock import MockBackend, mock_tokens
 from engine.backend import Capabilities, PendingStep
 from engine.config import EngineConfig
+from engine.kv_exports import KVExports
+from engine.kv_imports import KVExchange
 from engine.limits import Limits, usable
 from engine.metrics import EngineMetrics
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
 from engine.running import RequestState, Status
 from engine.scheduler import ScheduledStep, Scheduler
+from tests.engine.fake_connector import FakeConnector
 
 EOS = 2
 
 
 class Driver:
     def __init__(
-        self, *, overlap: bool = True, eos_every: int = 0, capabilities: Capabilities | None = None, **options: Any
+        self,
+        *,
+        overlap: bool = True,
+        eos_every: int = 0,
+        capabilities: Capabilities | None = None,
+        connector: FakeConnector | None = None,
+        **options: Any,
     ) -> None:
         options = {"block_size": 8, "max_num_batched_tokens": 64, "max_decode_seqs": 8, "max_model_len": 512, **options}
         self.config = EngineConfig.from_args({"backend": "mock", **options})
@@ -31,7 +40,14 @@ class Driver:
         limits = Limits.of(self.config, info)
         self.info = usable(info, limits)
         self.metrics = EngineMetrics()
-        self.scheduler = Scheduler(limits, self.info, self.metrics)
+        self.connector = connector
+        self.exports: KVExports | None = None
+        exchange = None
+        if connector is not None:
+            size = self.info.block_size
+            self.exports = KVExports(connector, self.backend, block_size=size, metrics=self.metrics)
+            exchange = KVExchange(connector=connector, write_blocks=self.backend.write_blocks)
+        self.scheduler = Scheduler(limits, self.info, self.metrics, exchange=exchange)
         self.overlap = overlap
         self.in_flight: tuple[ScheduledStep, PendingStep] | None = None
         self.states: dict[str, RequestState] = {}
@@ -41,7 +57,7 @@ class Driver:
     def submit(self, prompt: list[int], *, name: str = "", **fields: Any) -> str:
         """Queues a request; keyword arguments are those of EngineRequest and SamplingParams."""
         name = name or f"r{len(self.states)}"
-        own = {key: fields.pop(key) for key in ("output_token_ids", "cache_salt") if key in fields}
+        own = {key: fields.pop(key) for key in ("output_token_ids", "cache_salt", "export_from") if key in fields}
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **fields})
         request = EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, **own)
         state = RequestState(request, eos_token_ids=(EOS,), max_model_len=self.info.max_model_len)
@@ -55,24 +71,37 @@ class Driver:
 
     def step(self) -> bool:
         """One round of the engine's loop; False when there was nothing to do."""
+        self._keep(self.scheduler.take_kv_events())
         scheduled = self.scheduler.schedule()
+        if self.exports is not None:
+            self.exports.before_step(self.scheduler.take_evicted())
         pending = None
         if scheduled is not None:
             self.batches.append(scheduled)
             pending = (scheduled, self.backend.dispatch(scheduled.batch))
+            if self.exports is not None:
+                self.exports.after_dispatch(scheduled.chunks)
         if self.overlap:
             ready, self.in_flight = self.in_flight, pending
         else:
             ready = pending
         if ready is not None:
-            for output in self.scheduler.collect(ready[0], ready[1].result()):
-                self.outputs[output.request_id].append(output)
+            self._keep(self.scheduler.collect(ready[0], ready[1].result()))
+            if self.exports is not None:
+                self.exports.after_collect(self.scheduler.take_computed())
         return ready is not None or pending is not None
+
+    def _keep(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
 
     def run(self, limit: int = 10_000) -> None:
         """Steps until every request has ended."""
         for _ in range(limit):
             if not self.step():
+                if self.scheduler.awaits_kv and self.connector is not None:
+                    self.connector.release_all()
+                    continue
                 assert not self.scheduler.has_work, "work left, and nothing scheduled"
                 return
         raise AssertionError("the requests do not end")
@@ -102,7 +131,8 @@ class Driver:
         """Every block is free or owned by as many requests as the pool thinks; unregistered ones by exactly one."""
         pool = self.scheduler._pool
         running = [state for state in self.states.values() if state.slot >= 0]
-        owners = Counter(block for state in running for block in state.block_ids)
+        importing = [state for state in self.states.values() if state.status is Status.IMPORTING]
+        owners = Counter(block for state in (*running, *importing) for block in state.block_ids)
         assert all(pool._owners[block] == owners[block] for block in range(pool.num_blocks)), "reference counts"
         assert set(pool._free) == {block for block in range(pool.num_blocks) if not owners[block]}, "free blocks"
         for block, known_as in enumerate(pool._hash_of):
@@ -111,10 +141,12 @@ class Driver:
         assert len(pool._by_hash) == sum(known_as is not None for known_as in pool._hash_of)
         assert len({state.slot for state in running}) == len(running) == self.scheduler.num_running
         for state in self.states.values():
-            assert state.slot >= 0 or not state.block_ids, "blocks without a place in the batch"
-            assert (state.slot >= 0) == (state.status not in (Status.WAITING, Status.FINISHED))
+            assert state.slot >= 0 or state in importing or not state.block_ids, "blocks without a place in the batch"
+            assert (state.slot >= 0) == (state.status not in (Status.WAITING, Status.IMPORTING, Status.FINISHED))
+        assert len(importing) == len(self.scheduler._imports)
 
     def assert_empty(self) -> None:
         self.assert_consistent()
         assert self.scheduler._pool.num_free == self.info.num_blocks
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.connector is None or not self.connector.pending, "a fetch is still open"
