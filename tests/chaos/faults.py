@@ -1,0 +1,42 @@
+"""What breaks: processes that are killed, or that stand still."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+from tests.cluster.apps import replica_processes
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float) -> float:
+    """Waits until the condition holds, without standing in the way of the streams; gives the seconds that took."""
+    started = time.monotonic()
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() - started < timeout_s, f"not so within {timeout_s} s"
+        await asyncio.sleep(0.1)
+    return time.monotonic() - started
+
+
+def kill(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+def engines(application: str) -> list[psutil.Process]:
+    return replica_processes(application, "Engine")
+
+
+def ingresses(application: str) -> list[psutil.Process]:
+    return replica_processes(application, "Ingress")
+
+
+def processes(title: str) -> list[psutil.Process]:
+    """Ray's processes whose command line begins so."""
+    return [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(title)]
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
