@@ -175,6 +175,25 @@ class EngineConfig(BaseModel):
         group=PARALLEL,
         ge=1,
     )
+    min_replicas: int | None = option(
+        None,
+        "Fewest engine replicas, where `max_replicas` lets their number follow the load. 0: none at all while there is "
+        "nothing to do; the next request waits until one has started. Default: 1.",
+        group=PARALLEL,
+        ge=0,
+    )
+    max_replicas: int | None = option(
+        None,
+        "Most engine replicas (with `disagg_topo`, decode replicas). Default: `data_parallel_size`, always.",
+        group=PARALLEL,
+        ge=1,
+    )
+    prefill_min_replicas: int | None = option(
+        None, "Fewest prefill replicas, where `prefill_max_replicas` is given. Default: 1.", group=PARALLEL, ge=1
+    )
+    prefill_max_replicas: int | None = option(
+        None, "Most prefill replicas. Default: those of `disagg_topo`, always.", group=PARALLEL, ge=1
+    )
     num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
     disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
     worker_distributed_method: Literal["ray", "mp"] = option(
@@ -188,6 +207,26 @@ class EngineConfig(BaseModel):
         1024, "Requests that may wait for a place in the batch; more are answered with 429.", group=SERVING, ge=0
     )
     num_ingress_replicas: int = option(1, "Processes that speak HTTP, tokenize and detokenize.", group=SERVING, ge=1)
+    slo_ttft_ms: float | None = option(
+        None,
+        "Time to first token that users should see at most, in ms. Replicas are added when too many see more, and a "
+        "metric counts those that don't.",
+        group=SERVING,
+        gt=0,
+    )
+    slo_tpot_ms: float | None = option(
+        None, "Time between two tokens that users should see at most, in ms; like `slo_ttft_ms`.", group=SERVING, gt=0
+    )
+    downscale_delay_s: float = option(
+        300.0, "Seconds of low load after which a replica stops, if there may be fewer.", group=SERVING, ge=0
+    )
+    wake_timeout_s: float = option(
+        300.0,
+        "Seconds that a request waits for the first engine replica to start, where `min_replicas` is 0; then it is "
+        "answered with 503.",
+        group=SERVING,
+        gt=0,
+    )
     step_deadline_s: float = option(
         60.0,
         "Seconds within which the engine must finish a step while it has work; else it is unhealthy.",
@@ -241,6 +280,20 @@ class EngineConfig(BaseModel):
     def _refuse_what_excludes_each_other(self) -> Self:
         if self.tensor_parallel_size > 1 and not self.enable_jit:
             raise ValueError("enable_jit=false works with tensor_parallel_size=1 only; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_replicas_that_can_t_be(self) -> Self:
+        for prefix, started in (("", self.data_parallel_size), ("prefill_", None)):
+            fewest, most = getattr(self, f"{prefix}min_replicas"), getattr(self, f"{prefix}max_replicas")
+            if fewest is not None and most is None:
+                raise ValueError(f"{prefix}min_replicas={fewest} needs {prefix}max_replicas; set it or leave both out")
+            if most is not None and (fewest or 0) > most:
+                raise ValueError(f"{prefix}min_replicas={fewest} is more than {prefix}max_replicas={most}")
+            if most is not None and started is not None and not max(1, fewest or 1) <= started <= most and started != 1:
+                raise ValueError(f"data_parallel_size={started} is not between min_replicas and max_replicas")
+        if self.prefill_max_replicas is not None and self.disagg_topo is None:
+            raise ValueError(f"prefill_max_replicas={self.prefill_max_replicas} needs disagg_topo; leave it out")
         return self
 
     def notes(self) -> tuple[str, ...]:

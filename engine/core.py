@@ -85,7 +85,7 @@ class EngineCore:
         self._emit = emit
         self._connector = connector
         self._journal = journal
-        self._metrics = EngineMetrics()
+        self._metrics = EngineMetrics(slo_ttft_ms=config.slo_ttft_ms, slo_tpot_ms=config.slo_tpot_ms)
         self._loaded: _Loaded | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         # Shared between threads, under the condition's lock:

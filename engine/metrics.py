@@ -7,6 +7,7 @@ written by the engine's thread only and read by `snapshot` from any thread.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ DEFINITIONS: tuple[MetricDefinition, ...] = (
     _counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
     _counter("generation_tokens", "Tokens generated."),
     _counter("request_success", "Requests that ended, by reason.", label="finished_reason"),
+    _counter("first_tokens_in_slo", "First tokens that came within slo_ttft_ms; all, where there is no limit."),
+    _counter("tokens_in_slo", "Tokens that came within slo_tpot_ms of the one before; all, where there is no limit."),
     _counter("compilations_after_warmup", "Programs compiled while serving; anything but 0 is a bug."),
     _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS),
     _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS),
@@ -101,16 +104,21 @@ class MetricsSnapshot:
 class Histogram:
     """Counts of observations per bucket."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_limit", "_sum", "within")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: tuple[float, ...], limit: float = math.inf) -> None:
+        """`limit`: an objective; `within` is the number of observations that meet it."""
         self._bounds = bounds
+        self._limit = limit
+        self.within = 0
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+        if value <= self._limit:
+            self.within += times
 
     def snapshot(self) -> HistogramSnapshot:
         return HistogramSnapshot(counts=tuple(self._counts), sum=self._sum)
@@ -131,7 +139,7 @@ class RequestRecord:
 class EngineMetrics:
     """The engine's record, one attribute per metric."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slo_ttft_ms: float | None = None, slo_tpot_ms: float | None = None) -> None:
         self.num_requests_running = 0
         self.num_requests_waiting = 0
         self.kv_cache_usage_perc = 0.0
@@ -145,13 +153,26 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.compilations_after_warmup = 0
         self.request_success = dict.fromkeys(FinishReason, 0)
-        histograms = {item.name: Histogram(item.buckets) for item in DEFINITIONS if item.kind == "histogram"}
+        limits = {"time_to_first_token_seconds": slo_ttft_ms, "inter_token_latency_seconds": slo_tpot_ms}
+        histograms = {
+            item.name: Histogram(item.buckets, math.inf if (limit := limits.get(item.name)) is None else limit / 1000)
+            for item in DEFINITIONS
+            if item.kind == "histogram"
+        }
         self._histograms = histograms
         self.time_to_first_token_seconds = histograms["time_to_first_token_seconds"]
         self.inter_token_latency_seconds = histograms["inter_token_latency_seconds"]
         self.e2e_request_latency_seconds = histograms["e2e_request_latency_seconds"]
         self.request_queue_time_seconds = histograms["request_queue_time_seconds"]
         self.iteration_tokens_total = histograms["iteration_tokens_total"]
+
+    @property
+    def first_tokens_in_slo(self) -> int:
+        return self.time_to_first_token_seconds.within
+
+    @property
+    def tokens_in_slo(self) -> int:
+        return self.inter_token_latency_seconds.within
 
     def request_ended(self, record: RequestRecord, reason: FinishReason, now: float) -> None:
         """Counts a request that got its last output at `now` (seconds since the epoch)."""
