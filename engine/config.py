@@ -308,6 +308,11 @@ class EngineConfig(BaseModel):
         return tuple(notes)
 
     @property
+    def exchanges_kv(self) -> bool:
+        """Whether KV comes to the engine from elsewhere, or leaves it."""
+        return self.disagg_topo is not None
+
+    @property
     def model_name(self) -> str:
         """The model's name in the API."""
         if self.served_model_name:
