@@ -1,0 +1,191 @@
+"""PrefixStore: the actor that owns the stored KV, with a keeper on each node that copies it there.
+
+Owner of a Ray object is whoever called for it, and an object dies with its owner. So a replica only lends its KV: the
+store calls a keeper on the replica's node, which returns a copy. That copy is the store's, stays on that node, and
+never passes through the store's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef, serve
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.prefix_store.directory import Directory
+from cluster.prefix_store.messages import Changes, Offer, Run, StoreStats, Version
+from engine.kv_blocks import KVBlocks
+
+NAMESPACE = "sliceserve"
+"""Of the names of our actors."""
+ADOPT_TIMEOUT_S = 30.0
+FOLLOW_WAIT_S = 5.0
+"""How long a replica's question for changes is held open when there are none."""
+COALESCE_S = 0.05
+"""Changes within this time are told together."""
+MEMBER_TIMEOUT_S = 3 * FOLLOW_WAIT_S
+WATCH_INTERVAL_S = 1.0
+LAST_TRIES = 10
+"""So often in a row Serve may not answer before the store takes it that it is gone."""
+
+Content = list[ObjectRef[tuple[KVBlocks, ...]]]
+"""A reference inside a list: Ray replaces bare ones by what they refer to."""
+
+
+class PrefixStoreKeeper:
+    """Copies on its node, for the store. Has no state."""
+
+    def adopt(self, content: Content) -> tuple[tuple[KVBlocks, ...], bool]:
+        """The KV as an object of the caller, and as a second one that it is there."""
+        shares: tuple[KVBlocks, ...] = ray.get(content[0], timeout=ADOPT_TIMEOUT_S)
+        return shares, True
+
+
+class PrefixStore:
+    """An asyncio actor; no method computes for long."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        epoch = os.urandom(8)
+        self._name = f"{actor_name(application)}:{epoch.hex()[:4]}"
+        self._directory: Directory[Content] = Directory(epoch)
+        self._coming: set[tuple[bytes, bytes]] = set()  # (space, block hash) of what is being copied
+        self._keepers: dict[str, asyncio.Task[ActorHandle[Any]]] = {}
+        self._members: dict[str, float] = {}  # replica -> when it was last heard of, monotonic seconds
+        self._changed = asyncio.Event()
+        self._self = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._end_with_application, name="lifetime", daemon=True).start()
+
+    async def join(self, member: str, node: str, capacity_bytes: int) -> None:
+        """A replica begins to use the store, which may take so many bytes of that node."""
+        heard_after = time.monotonic() - MEMBER_TIMEOUT_S
+        self._members = {name: heard for name, heard in self._members.items() if heard > heard_after}
+        self._members[member] = time.monotonic()
+        self._directory.limit(node, capacity_bytes)
+
+    async def leave(self, member: str) -> None:
+        self._members.pop(member, None)
+
+    async def add(self, offer: Offer, content: Content) -> bool:
+        """Copies what is lent and keeps it. False if it is known, coming, or does not fit."""
+        keys = {(offer.space, block_hash) for block_hash in offer.block_hashes}
+        if keys <= self._coming or not self._directory.wants(offer):
+            return False
+        self._coming |= keys
+        try:
+            adopted = await self._adopt(offer.node, content)
+        finally:
+            self._coming -= keys
+        taken = self._directory.add(offer, adopted)
+        if taken:
+            self._changed.set()
+        return taken
+
+    async def find(self, space: bytes, block_hashes: Sequence[bytes]) -> list[tuple[Run, Content]]:
+        runs = self._directory.find(space, block_hashes)
+        return [(run, self._directory.content(run.segment)) for run in runs]
+
+    async def lost(self, segment: int) -> None:
+        self._directory.drop(segment)
+        self._changed.set()
+
+    async def changes(self, member: str, space: bytes, since: Version) -> Changes:
+        """Waits until there are changes, some seconds at most. A replica that asks is alive."""
+        deadline = time.monotonic() + FOLLOW_WAIT_S
+        self._members[member] = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if since != self._directory.version(space) or now >= deadline:
+                return self._directory.changes(space, since)
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), deadline - now)
+            await asyncio.sleep(COALESCE_S)
+            if changed is self._changed:
+                self._changed = asyncio.Event()
+
+    async def stats(self) -> StoreStats:
+        return self._directory.stats(members=len(self._members))
+
+    async def _adopt(self, node: str, content: Content) -> Content:
+        keeper = await self._keeper(node)
+        try:
+            kept: ObjectRef[Any]
+            done: ObjectRef[bool]
+            kept, done = keeper.adopt.options(num_returns=2).remote(content)
+            await asyncio.wait_for(done, ADOPT_TIMEOUT_S)  # not `kept`, which would come to this node
+        except RayError:
+            self._keepers.pop(node, None)  # the next offer makes another one
+            raise
+        return [kept]
+
+    async def _keeper(self, node: str) -> ActorHandle[Any]:
+        making = self._keepers.get(node)
+        if making is None:
+            making = asyncio.create_task(asyncio.to_thread(_make_keeper, f"{self._name}:{node[:8]}", node))
+            self._keepers[node] = making
+        try:
+            return await asyncio.shield(making)
+        except RayError:
+            self._keepers.pop(node, None)
+            raise
+
+    def _end_with_application(self) -> None:
+        """Ends this actor when no replica uses it and its application is gone. Runs on a thread of its own."""
+        unanswered = 0
+        while unanswered < LAST_TRIES:
+            time.sleep(WATCH_INTERVAL_S)
+            heard_after = time.monotonic() - MEMBER_TIMEOUT_S
+            if any(heard > heard_after for heard in list(self._members.values())):
+                unanswered = 0
+                continue
+            try:
+                if not _application_exists(self._application):
+                    break
+                unanswered = 0
+            except Exception:  # Serve's controller is dying, or being replaced
+                unanswered += 1
+        ray.kill(self._self)
+
+
+def actor_name(application: str) -> str:
+    return f"sliceserve:{application}:prefix-store"
+
+
+def _application_exists(name: str) -> bool:
+    application = serve.status().applications.get(name)
+    return application is not None and application.status != "DELETING"
+
+
+def _make_keeper(name: str, node: str) -> ActorHandle[Any]:
+    """On that node and no other; it ends with the store."""
+    where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": where}
+    keeper: ActorHandle[Any] = ray.remote(PrefixStoreKeeper).options(**options).remote()  # type: ignore[assignment]
+    return keeper
+
+
+def find_or_create(application: str) -> ActorHandle[Any]:
+    """The application's store; detached, so that it outlives the replica that happened to create it."""
+    store: ActorHandle[Any] = (
+        ray.remote(PrefixStore)  # type: ignore[assignment]
+        .options(
+            name=actor_name(application),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=1000,
+        )
+        .remote(application)
+    )
+    return store

@@ -1,0 +1,78 @@
+"""StoreClient: what a replica asks of the prefix store. Every call may wait, with a deadline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.prefix_store.messages import Changes, Run, StoreStats, Version
+from engine.kv_blocks import KVBlocks
+
+
+class StoreError(RuntimeError):
+    """The store has not done what was asked: it is gone, full, slow, or what it held is lost. One line."""
+
+
+class StoredKVLostError(StoreError):
+    """A segment is gone for good: its node has died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A run of blocks, and whatever the client needs to read the segment that holds it."""
+
+    run: Run
+    content: Any
+
+
+class StoreClient(ABC):
+    """Methods may be called from several threads.
+
+    Raises:
+        StoreError: all methods but `close`.
+    """
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> None:
+        """Finds the application's store, or makes one."""
+
+    @abstractmethod
+    def changes(self, space: bytes, since: Version, timeout_s: float) -> Changes:
+        """What the directory has that `since` had not. Returns after some seconds if nothing changes."""
+
+    @abstractmethod
+    def add(
+        self,
+        space: bytes,
+        block_hashes: Sequence[bytes],
+        parent: bytes | None,
+        shares: Sequence[KVBlocks],
+        timeout_s: float,
+    ) -> bool:
+        """Hands over blocks. Returns when the store owns them; False if it has them already, or no room for them.
+
+        Args:
+            parent: the block before the first one, if known.
+            shares: contiguous arrays with all heads of all these blocks.
+        """
+
+    @abstractmethod
+    def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
+        """The longest beginning of `block_hashes` that is all in the store."""
+
+    @abstractmethod
+    def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
+        """The whole segment that holds a run, without copying what is on this node."""
+
+    @abstractmethod
+    def lost(self, found: Found) -> None:
+        """Tells the store that a segment can't be read. Does not wait."""
+
+    @abstractmethod
+    def stats(self, timeout_s: float) -> StoreStats: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the store."""

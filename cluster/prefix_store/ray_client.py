@@ -1,0 +1,133 @@
+"""RayStoreClient: a replica's connection to the application's PrefixStore actor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayError
+
+from cluster.prefix_store.actor import find_or_create
+from cluster.prefix_store.client import Found, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.messages import Changes, Offer, StoreStats, Version
+from engine.errors import first_line
+from engine.kv_blocks import KVBlocks
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHARE = 0.5
+"""Of a node's object store, when the option does not say how many bytes."""
+LARGEST_SHARE = 0.8
+"""The rest is for KV on its way and for what Ray itself needs. More would be written to disk."""
+
+Answer = TypeVar("Answer")
+
+
+class RayStoreClient(StoreClient):
+    """Calls from threads of the replica's process.
+
+    Args:
+        capacity_bytes: of this node's memory; None: a share of its object store.
+    """
+
+    def __init__(self, application: str, replica: str, capacity_bytes: int | None) -> None:
+        self._application = application
+        self._replica = replica
+        self._wanted_bytes = capacity_bytes
+        self._node = ""
+        self._store: ActorHandle[Any] | None = None
+
+    def join(self, timeout_s: float) -> None:
+        try:
+            self._node = ray.get_runtime_context().get_node_id()
+            store = find_or_create(self._application)
+            ray.get(store.join.remote(self._replica, self._node, self._capacity_bytes()), timeout=timeout_s)
+        except (RayError, ValueError) as error:  # the name may be another's just now
+            raise StoreError(f"the prefix store can't be reached: {first_line(error)}") from error
+        self._store = store
+
+    def changes(self, space: bytes, since: Version, timeout_s: float) -> Changes:
+        changes: Changes = self._ask("changes", self._replica, space, since, timeout_s=timeout_s)
+        return changes
+
+    def add(
+        self,
+        space: bytes,
+        block_hashes: Sequence[bytes],
+        parent: bytes | None,
+        shares: Sequence[KVBlocks],
+        timeout_s: float,
+    ) -> bool:
+        num_bytes = sum(share.data.nbytes for share in shares)
+        offer = Offer(
+            space=space, block_hashes=tuple(block_hashes), parent=parent, num_bytes=num_bytes, node=self._node
+        )
+        try:
+            lent = ray.put(tuple(shares))
+        except RayError as error:
+            raise StoreError(f"the object store takes no more: {first_line(error)}") from error
+        return bool(self._ask("add", offer, [lent], timeout_s=timeout_s))
+
+    def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
+        runs = self._ask("find", space, list(block_hashes), timeout_s=timeout_s)
+        found = [Found(run=run, content=content) for run, content in runs]
+        with contextlib.suppress(RayError):  # begins to bring all of them here; waits for none
+            ray.wait(_distinct([item.content[0] for item in found]), timeout=0) if len(found) > 1 else None
+        return found
+
+    def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
+        try:
+            shares: Sequence[KVBlocks] = ray.get(found.content[0], timeout=timeout_s)
+        except ObjectLostError as error:
+            raise StoredKVLostError(f"stored KV is lost: {first_line(error)}") from error
+        except RayError as error:
+            raise StoreError(f"stored KV is late: {first_line(error)}") from error
+        return shares
+
+    def lost(self, found: Found) -> None:
+        self._tell("lost", found.run.segment)
+
+    def stats(self, timeout_s: float) -> StoreStats:
+        stats: StoreStats = self._ask("stats", timeout_s=timeout_s)
+        return stats
+
+    def close(self) -> None:
+        self._tell("leave", self._replica)
+
+    def _ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        store = self._store
+        if store is None:
+            raise StoreError("there is no prefix store now")
+        try:
+            return ray.get(getattr(store, method).remote(*arguments), timeout=timeout_s)
+        except RayError as error:
+            raise StoreError(f"the prefix store does not answer: {first_line(error)}") from error
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RayError):
+                getattr(self._store, method).remote(*arguments)
+
+    def _capacity_bytes(self) -> int:
+        """How much of this node the store may take."""
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        memory = sum(n["Resources"].get("object_store_memory", 0.0) for n in nodes if n["NodeID"] == self._node)
+        wanted, largest = self._wanted_bytes, int(LARGEST_SHARE * memory)
+        if wanted is None:
+            return int(DEFAULT_SHARE * memory)
+        if wanted > largest:
+            logger.warning(
+                "kv_store_gib=%.1f is more than this node's object store allows: %.1f GiB are used "
+                "(ray start --object-store-memory makes it larger)",
+                wanted / 2**30,
+                largest / 2**30,
+            )
+        return min(wanted, largest)
+
+
+def _distinct(refs: list[Any]) -> list[Any]:
+    return list(dict.fromkeys(refs))

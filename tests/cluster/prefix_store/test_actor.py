@@ -1,0 +1,121 @@
+"""The store's actor on a real Ray: who owns what, what survives whom, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from cluster.prefix_store.actor import NAMESPACE, actor_name
+from cluster.prefix_store.client import StoreError
+from cluster.prefix_store.messages import Version
+from cluster.prefix_store.ray_client import RayStoreClient
+from engine.kv_blocks import KVBlocks
+from tests.cluster.apps import eventually
+from tests.cluster.prefix_store.kv import FORMAT, hashes, numbers_in, shares_of
+
+APPLICATION = "no-such-application"
+SPACE = b"model"
+TIMEOUT_S = 30.0
+MIB = 1 << 20
+
+
+class Replica:
+    """Another process that stores KV."""
+
+    def __init__(self) -> None:
+        self._client = RayStoreClient(APPLICATION, "another", 64 * MIB)
+        self._client.join(TIMEOUT_S)
+
+    def store(self, *numbers: int) -> bool:
+        return self._client.add(SPACE, hashes(*numbers), None, shares_of(numbers), TIMEOUT_S)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def client(serve_url: str) -> Iterator[RayStoreClient]:  # noqa: ARG001
+    """A store of an application that is gone: it lives as long as a replica uses it."""
+    made = RayStoreClient(APPLICATION, "here", 64 * MIB)
+    made.join(TIMEOUT_S)
+    yield made
+    made.close()
+    eventually(lambda: not store_exists())
+    eventually(lambda: not keepers())
+
+
+def store_exists() -> bool:
+    try:
+        ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def keepers() -> list[psutil.Process]:
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if "ray::PrefixStoreKeeper" in " ".join(p.info["cmdline"] or [])
+    ]
+
+
+def test_what_a_replica_stored_outlives_it(client: RayStoreClient) -> None:
+    replica = ray.remote(Replica).options(num_cpus=0).remote()
+    assert ray.get(replica.store.remote(1, 2, 3), timeout=TIMEOUT_S)
+    os.kill(ray.get(replica.pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
+    [found] = client.find(SPACE, hashes(1, 2, 4), TIMEOUT_S)
+    assert found.run.count == 2
+    assert numbers_in(client.read(found, TIMEOUT_S)) == [1, 2, 3]
+
+
+def test_large_kv_is_read_in_place(client: RayStoreClient) -> None:
+    shape = (FORMAT.num_layers, 2, FORMAT.num_kv_heads, 32 * 1024, FORMAT.head_dim)
+    share = KVBlocks(format=FORMAT, heads=range(2), data=np.ones(shape, np.uint16))
+    assert client.add(SPACE, hashes(10), None, [share], TIMEOUT_S)
+    [found] = client.find(SPACE, hashes(10), TIMEOUT_S)
+    [read] = client.read(found, TIMEOUT_S)
+    assert np.array_equal(read.data, share.data)
+    assert not read.data.flags.owndata
+    assert not read.data.flags.writeable
+
+
+def test_a_follower_hears_of_changes_at_once(client: RayStoreClient) -> None:
+    known = client.changes(SPACE, Version(), TIMEOUT_S)
+    assert client.add(SPACE, hashes(20, 21), None, shares_of([20, 21]), TIMEOUT_S)
+    assert not client.add(SPACE, hashes(20, 21), None, shares_of([20, 21]), TIMEOUT_S)
+    began = time.monotonic()
+    changes = client.changes(SPACE, known.version, TIMEOUT_S)
+    assert time.monotonic() - began < 1
+    assert set(changes.added) == set(hashes(20, 21))
+    stats = client.stats(TIMEOUT_S)
+    assert stats.blocks == len(known.added) + 2
+    assert stats.capacity_bytes == 64 * MIB
+
+
+def test_a_store_that_died_is_replaced_by_an_empty_one(client: RayStoreClient) -> None:
+    client.add(SPACE, hashes(30), None, shares_of([30]), TIMEOUT_S)
+    version = client.changes(SPACE, Version(), TIMEOUT_S).version
+    ray.kill(ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE))
+    began = time.monotonic()
+    with pytest.raises(StoreError):
+        client.find(SPACE, hashes(30), TIMEOUT_S)
+    assert time.monotonic() - began < 10
+    eventually(lambda: joined(client))
+    changes = client.changes(SPACE, version, TIMEOUT_S)
+    assert changes.whole
+    assert not changes.added
+    assert client.add(SPACE, hashes(30), None, shares_of([30]), TIMEOUT_S)
+
+
+def joined(client: RayStoreClient) -> bool:
+    try:
+        client.join(TIMEOUT_S)
+    except StoreError:
+        return False
+    return True
