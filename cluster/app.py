@@ -78,8 +78,9 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
 
 def _accelerators(config: EngineConfig) -> dict[str, float]:
     """What an engine replica reserves. Ray shows a process the TPU chips that it reserved and no others, so several
-    replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips."""
-    if config.backend != "tpu" or config.data_parallel_size == 1:
+    replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips. With
+    several hosts it has no accelerator itself: it reserves a slice when it starts (cluster.gang)."""
+    if config.backend != "tpu" or config.data_parallel_size == 1 or config.num_hosts > 1:
         return {}
     if config.tensor_parallel_size not in TPU_CHIPS:
         raise ConfigError(

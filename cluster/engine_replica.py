@@ -17,6 +17,8 @@ from ray import serve
 
 from backends import create_backend
 from cluster.client import Health
+from cluster.gang.backend import GangBackend
+from cluster.gang.ray_launcher import RayLauncher, worker_name
 from cluster.logs import configure_logging
 from cluster.metrics_ray import EXPORT_INTERVAL_S, RayMetricsExporter
 from cluster.metrics_text import EngineReport, ReplicaLabels
@@ -58,13 +60,13 @@ class EngineReplica(ABC):
         self._connector: KVConnector | None = None
         self._progress = ProgressReporter(context.app_name, self._labels.replica, role)
         with self._progress.reporting_errors():
-            self._engine = self._load(config)
+            self._engine = self._load(config, log_level)
         self._engine.start()
         threading.Thread(target=self._export_metrics, name="ray-metrics", daemon=True).start()
         self._progress.ready(_describe(config, self._engine.info))
 
-    def _load(self, config: EngineConfig) -> EngineCore:
-        backend = create_backend(config)
+    def _load(self, config: EngineConfig, log_level: str) -> EngineCore:
+        backend = self._create_backend(config, log_level)
         try:
             self._connector = self._connect(config, backend)
             engine = EngineCore(config, backend, self._emit)
@@ -75,6 +77,12 @@ class EngineReplica(ABC):
             raise
         self._attach(engine)
         return engine
+
+    def _create_backend(self, config: EngineConfig, log_level: str) -> Backend:
+        if config.num_hosts == 1:
+            return create_backend(config)
+        name = worker_name(self._labels.application, self._labels.replica)
+        return GangBackend(config, RayLauncher(config, name=name, log_level=log_level))
 
     # -- the role's part
 

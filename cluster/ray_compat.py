@@ -6,7 +6,8 @@ tests/cluster/test_ray_compat.py is the contract: it fails when a new Ray change
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from ray.experimental import internal_kv
 from ray.serve import context as serve_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
+from ray.util.tpu import SlicePlacementGroup
 
 KV_NAMESPACE = "sliceserve"
 
@@ -89,6 +91,62 @@ def kv_keys(prefix: str) -> list[str]:
 
 def kv_delete(key: str) -> None:
     internal_kv._internal_kv_del(key, namespace=KV_NAMESPACE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A node of the cluster that is alive."""
+
+    id: str
+    ip: str
+    labels: Mapping[str, str]
+    resources: Mapping[str, float]
+
+
+def nodes() -> list[Node]:
+    return [
+        Node(id=node["NodeID"], ip=node["NodeManagerAddress"], labels=node["Labels"], resources=node["Resources"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+
+
+def placement_group(
+    bundles: list[dict[str, float]], *, strategy: str, labels: list[dict[str, str]] | None = None
+) -> Any:
+    """Asks for a placement group that ends with this process; `labels` are what each bundle's node must have."""
+    return ray.util.placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
+
+
+def tpu_slice(
+    topology: str, version: str, resources: dict[str, float], *, chips_per_host: int, timeout_s: float
+) -> SlicePlacementGroup:
+    """Reserves the head of a free TPU slice and asks for a placement group on its hosts; both end with this process.
+
+    Raises:
+        TimeoutError, RuntimeError, ValueError: no slice is free, or Ray knows no such slice.
+    """
+    return SlicePlacementGroup(
+        topology=topology,
+        accelerator_version=version,
+        resources_per_bundle=resources,
+        chips_per_vm=chips_per_host,
+        head_reservation_timeout_s=timeout_s,
+    )
+
+
+def wait_for_group(group: Any, timeout_s: float) -> bool:
+    return bool(group.wait(timeout_s))
+
+
+def nodes_of_group(group: Any) -> list[str]:
+    """The id of each bundle's node."""
+    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [table[bundle] for bundle in range(len(table))]
+
+
+def remove_group(group: Any) -> None:
+    ray.util.remove_placement_group(group)
 
 
 def init_private(temp_dir: str, **options: Any) -> None:

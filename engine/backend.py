@@ -1,7 +1,8 @@
 """Backend: the one interface that every kind of hardware implements, with its capability record.
 
 A backend runs on one host process, of which several may form one engine (`HostPlace`). It never schedules and never
-sees text: it gets StepBatches in order and returns sampled token ids. The engine reads `BackendInfo` and nothing else about the hardware.
+sees text: it gets StepBatches in order and returns sampled token ids. The engine reads `BackendInfo` and nothing else
+about the hardware.
 """
 
 from __future__ import annotations

@@ -194,7 +194,19 @@ class EngineConfig(BaseModel):
     prefill_max_replicas: int | None = option(
         None, "Most prefill replicas. Default: those of `disagg_topo`, always.", group=PARALLEL, ge=1
     )
-    num_hosts: int = option(1, "Hosts of one engine replica.", group=PARALLEL, ge=1)
+    num_hosts: int = option(
+        1,
+        "Hosts that the devices of one engine replica are on. On CPU, processes, which one machine can run.",
+        group=PARALLEL,
+        ge=1,
+        le=256,
+    )
+    topology: str | None = option(
+        None,
+        "TPU slice of one engine replica (`v6e:4x4`), or instance type of its Neuron hosts (`trn1.32xlarge`). Default: "
+        "the one kind in the cluster that has `num_hosts` hosts with these devices.",
+        group=PARALLEL,
+    )
     disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
     worker_distributed_method: Literal["ray", "mp"] = option(
         "ray",
@@ -255,7 +267,7 @@ class EngineConfig(BaseModel):
         0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0
     )
 
-    @field_validator("disagg_topo", "served_model_name", "tokenizer", "chat_template", mode="before")
+    @field_validator("disagg_topo", "topology", "served_model_name", "tokenizer", "chat_template", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -263,7 +275,6 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_built(self) -> Self:
         unavailable = {
-            "num_hosts": self.num_hosts != 1,
             "disagg_topo": self.disagg_topo is not None,
             "enable_lora": self.enable_lora,
             "max_lora_rank": self.max_lora_rank != 16,
@@ -280,6 +291,13 @@ class EngineConfig(BaseModel):
     def _refuse_what_excludes_each_other(self) -> Self:
         if self.tensor_parallel_size > 1 and not self.enable_jit:
             raise ValueError("enable_jit=false works with tensor_parallel_size=1 only; leave one of them out")
+        if self.tensor_parallel_size % self.num_hosts:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} can't be dealt evenly to "
+                f"num_hosts={self.num_hosts}; use a multiple"
+            )
+        if self.topology is not None and (self.num_hosts == 1 or self.backend in ("cpu", "mock")):
+            raise ValueError("topology says where num_hosts > 1 hosts with TPUs or Neuron cores are; leave it out")
         return self
 
     @model_validator(mode="after")

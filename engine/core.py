@@ -198,7 +198,7 @@ class EngineCore:
         with self._changed:
             # At rest with live requests, it waits for KV from elsewhere, for which connectors have deadlines.
             stalled_s = time.monotonic() - self._progress_at if self._live and not self._at_rest else 0.0
-            down = self._down
+            down = self._down or self._backend.problem
         if down:
             return EngineHealth(healthy=False, reason=down)
         if stalled_s > self._config.step_deadline_s:

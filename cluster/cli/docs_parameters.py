@@ -48,7 +48,6 @@ HEX_LLM_NOTES = {
     "enable_prefix_cache_hbm": "On by default; turn it off with `--no-enable_prefix_cache_hbm`.",
     "enable_chunked_prefill": "On by default; turn it off with `--no-enable_chunked_prefill`.",
     "worker_distributed_method": "`mp` is accepted; workers are Ray actors either way.",
-    "num_hosts": "Not available yet: refused unless 1.",
     "disagg_topo": "Not available yet: refused.",
     "enable_lora": "Not available yet: refused.",
 }

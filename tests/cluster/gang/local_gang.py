@@ -1,0 +1,41 @@
+"""A gang whose hosts are threads of the test's process, around any backend: all of a gang but Ray and processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from cluster.gang.backend import Launcher
+from cluster.gang.host import Host
+from cluster.gang.wire import GangAddress
+from engine.backend import Backend, Progress
+
+
+class LocalLauncher(Launcher):
+    """Starts a Host for each backend; notes what becomes of them."""
+
+    leader_host = "127.0.0.1"
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
+        self.hosts: list[Host] = []
+        self.released = [threading.Event() for _ in backends]  # by their leader
+        self.killed = threading.Event()
+
+    def start(self, address: GangAddress, progress: Progress) -> None:
+        progress("placing hosts", len(self._backends), len(self._backends), "threads")
+        for rank, backend in enumerate(self._backends):
+            self.hosts.append(Host(address, rank, backend, self._end(rank)))
+
+    def _end(self, rank: int) -> Callable[[], None]:
+        def end() -> None:
+            self.released[rank].set()
+            if self.hosts[rank:]:
+                self.hosts[rank].hang_up()
+
+        return end
+
+    def kill(self) -> None:
+        self.killed.set()
+        for host in self.hosts:
+            host.hang_up()
