@@ -56,6 +56,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefini
 DEFINITIONS: tuple[MetricDefinition, ...] = (
     _gauge("num_requests_running", "Requests that have a place in the batch."),
     _gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
+    _gauge("num_tokens_waiting", "Tokens of requests that are still to be computed before their first new one."),
     _gauge("kv_cache_usage_perc", "Share of the KV cache blocks that running requests own; 1 means all."),
     _counter("num_preemptions", "Times a running request lost its KV blocks and had to be recomputed."),
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
@@ -142,6 +143,7 @@ class EngineMetrics:
     def __init__(self, *, slo_ttft_ms: float | None = None, slo_tpot_ms: float | None = None) -> None:
         self.num_requests_running = 0
         self.num_requests_waiting = 0
+        self.num_tokens_waiting = 0
         self.kv_cache_usage_perc = 0.0
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
