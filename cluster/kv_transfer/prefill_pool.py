@@ -1,0 +1,128 @@
+"""PrefillPool: the prefill replicas as a decode replica sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ray.exceptions import ObjectLostError
+from ray.serve.handle import DeploymentHandle
+
+from cluster import ray_compat
+from cluster.balancer import Balancer, Route
+from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
+from cluster.messages import Refusal, RefusalKind
+from engine.errors import first_line
+from engine.request import EngineRequest
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class PrefillError(RuntimeError):
+    """KV does not come. `reason` is one of cluster.kv_transfer.metrics.FAILURES, the message one line."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+_REASONS = {
+    RefusalKind.OVERLOADED: "overloaded",
+    RefusalKind.INVALID: "refused",
+    RefusalKind.UNAVAILABLE: "unavailable",
+    RefusalKind.MOVED: "unavailable",
+}
+
+
+class PrefillPool(ABC):
+    """Methods raise PrefillError, and wait as long as it takes; deadlines are the caller's."""
+
+    @abstractmethod
+    async def choose(self, request: EngineRequest, transfer: str) -> str:
+        """The replica that should compute this prompt. Its transfer has to be closed."""
+
+    @abstractmethod
+    async def prefill(self, ticket: TransferTicket, order: PrefillOrder) -> PrefillAnswer:
+        """Has the prompt computed."""
+
+    @abstractmethod
+    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
+        """A chunk of its KV, once it is computed; acknowledges the first `num_received`."""
+
+    @abstractmethod
+    def close(self, ticket: TransferTicket) -> None:
+        """Nothing more is needed of this transfer, finished or not. Does not wait, and never fails."""
+
+
+class ServePrefillPool(PrefillPool):
+    """Over a Serve handle. Create and use it in one event loop."""
+
+    def __init__(self, prefill: DeploymentHandle[Any], balancer: Balancer) -> None:
+        self._prefill = ray_compat.by_reference(prefill, "prefill")
+        self._fetch = ray_compat.by_reference(prefill, "fetch_kv")
+        self._close = ray_compat.by_reference(prefill, "close_transfer")
+        self._balancer = balancer
+        self._routes: dict[str, Route] = {}  # by transfer
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def choose(self, request: EngineRequest, transfer: str) -> str:
+        ray_compat.begin_call_of_its_own()
+        route = self._balancer.begin(request)
+        try:
+            replica = await ray_compat.choose(self._prefill, route)
+            self._routes[transfer] = route
+            return replica
+        except ray_compat.OVERLOADED_ERRORS as error:
+            raise PrefillError("overloaded", "too many prompts wait for a prefill replica") from error
+        except ray_compat.UNAVAILABLE_ERRORS as error:
+            raise PrefillError("unavailable", "there is no prefill replica") from error
+        finally:
+            if transfer not in self._routes:
+                self._balancer.end(route)
+
+    async def prefill(self, ticket: TransferTicket, order: PrefillOrder) -> PrefillAnswer:
+        answer: PrefillAnswer = await _call(self._prefill, ticket, order)
+        if ticket.transfer in self._routes:
+            self._balancer.prefilled(self._routes[ticket.transfer])
+        return answer
+
+    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
+        chunk: KVChunk | NoChunk = await _call(self._fetch, ticket, index, num_received)
+        return chunk
+
+    def close(self, ticket: TransferTicket) -> None:
+        route = self._routes.pop(ticket.transfer, None)
+        if route is not None:
+            self._balancer.end(route)
+        task = asyncio.create_task(self._closed(ticket))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _closed(self, ticket: TransferTicket) -> None:
+        """Frees what the prefill replica holds. If this fails, its lease does."""
+        with contextlib.suppress(PrefillError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await _call(self._close, ticket)
+
+
+async def _call(handle: Any, *args: object) -> Any:
+    """A call to the replica that the ticket names. The current task makes no other; cancelling it cancels the call."""
+    ray_compat.begin_call_of_its_own()
+    try:
+        response = handle.remote(*args)
+        try:
+            result = await response
+        except BaseException:
+            response.cancel()
+            raise
+    except ray_compat.OVERLOADED_ERRORS as error:
+        raise PrefillError("overloaded", "the prefill replica has too many calls") from error
+    except ObjectLostError as error:
+        raise PrefillError("lost", f"an object with KV is lost: {first_line(error)}") from error
+    except ray_compat.UNAVAILABLE_ERRORS as error:
+        raise PrefillError("unavailable", f"the prefill replica is gone: {first_line(error)}") from error
+    if isinstance(result, Refusal):
+        raise PrefillError(_REASONS[result.kind], result.message)
+    return result

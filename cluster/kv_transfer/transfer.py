@@ -1,0 +1,158 @@
+"""Transfer: the KV of one prompt at the prefill replica, from its export by the engine until it has been fetched.
+
+Exports are read out on worker threads as the engine makes them, gathered into chunks of a size that suits the
+transport, and kept until the decode replica says that it has them, so that a chunk that got lost can be asked for
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from cluster.kv_transfer.messages import KVChunk, KVPiece, NoChunk
+from cluster.kv_transfer.object_store import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES
+from cluster.kv_transfer.transport import KVTransport
+from engine.errors import first_line
+from engine.kv_connector import KVExport
+from engine.request import RequestOutput
+
+
+class Transfer:
+    """Use it from one event loop."""
+
+    def __init__(self, transport: KVTransport, readers: Executor, *, max_bytes: int) -> None:
+        """`max_bytes` may be held at a time. A transfer whose chunks are not fetched fails when they are more."""
+        self.output: RequestOutput | None = None  # the engine's last, with the token after the prompt
+        self.num_calls = 0  # that are open
+        self.idle_since = 0.0  # the loop's time at which the last one ended
+        self.num_bytes = 0  # held: read out and not acknowledged
+        self.failure: str | None = None
+        self._transport = transport
+        self._readers = readers
+        self._max_bytes = max_bytes
+        self._chunks: list[KVChunk | None] = []  # None once acknowledged
+        self._num_acknowledged = 0
+        self._exports: deque[KVExport] = deque()
+        self._gathered: list[KVPiece] = []
+        self._reading: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    # -- the engine's side
+
+    def add(self, export: KVExport) -> None:
+        """KV that the engine has computed, or will have when the export is read."""
+        self._exports.append(export)
+        self._read_on()
+
+    def take(self, output: RequestOutput) -> None:
+        """What the engine yields for the prompt. All KV that it exported before is here."""
+        if self.output is None or output.token_ids or output.finish_reason:
+            self.output = _with_token(self.output, output)
+        if self._is_computed:
+            self._read_on()
+            self._tell()
+
+    async def computed(self) -> RequestOutput | None:
+        """The output with the token after the prompt, once it is computed; None if the transfer fails before."""
+        while not self._is_computed and self.failure is None:
+            await self._news.wait()
+        return self.output if self.failure is None else None
+
+    @property
+    def _is_computed(self) -> bool:
+        return self.output is not None and self.output.finish_reason is not None
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether there will be no further chunk."""
+        return self.failure is not None or (self._is_computed and self._reading is None and not self._gathered)
+
+    def _read_on(self) -> None:
+        if self._reading is None and self.failure is None:
+            self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._exports and self.failure is None:
+                export = self._exports.popleft()
+                self._gather(await loop.run_in_executor(self._readers, _read_out, self._transport, export))
+            if self._is_computed:
+                self._make_chunk()
+        except Exception as error:
+            self.fail(f"KV could not be read: {first_line(error)}")
+        finally:
+            self._reading = None
+            self._tell()
+
+    def _gather(self, pieces: list[KVPiece]) -> None:
+        for piece in pieces:
+            held = sum(one.num_bytes for one in self._gathered)
+            if held + piece.num_bytes > MAX_OBJECT_BYTES:
+                self._make_chunk()
+                held = 0
+            self._gathered.append(piece)
+            self.num_bytes += piece.num_bytes
+            if held + piece.num_bytes >= MIN_OBJECT_BYTES:
+                self._make_chunk()
+        if self.num_bytes > self._max_bytes:
+            self.fail(f"{self.num_bytes} bytes of KV were not fetched in time (kv_transfer_max_mib)")
+
+    def _make_chunk(self) -> None:
+        if self._gathered:
+            self._chunks.append(KVChunk(pieces=tuple(self._gathered)))
+            self._gathered = []
+            self._tell()
+
+    # -- the decode replica's side
+
+    async def chunk(self, index: int, num_received: int) -> KVChunk | NoChunk:
+        """Chunk `index`, as soon as it has been read out.
+
+        Args:
+            num_received: the decode replica has the chunks before this one.
+        """
+        self._acknowledge(num_received)
+        started = time.monotonic()
+        while len(self._chunks) <= index and not self._has_ended:
+            await self._news.wait()
+        chunk = self._chunks[index] if index < len(self._chunks) else None
+        if chunk is None or self.failure is not None:
+            return NoChunk(failure=self.failure)
+        return replace(chunk, waited_s=time.monotonic() - started)
+
+    def fail(self, reason: str) -> None:
+        """Gives up: nothing is kept, and whoever waits or asks hears why."""
+        self.failure = self.failure or reason
+        self._exports.clear()
+        self._gathered = []
+        self._chunks.clear()
+        self.num_bytes = 0
+        self._tell()
+
+    def _acknowledge(self, num_received: int) -> None:
+        for index in range(self._num_acknowledged, min(num_received, len(self._chunks))):
+            chunk = self._chunks[index]
+            if chunk is not None:
+                self.num_bytes -= chunk.num_bytes
+            self._chunks[index] = None
+            self._num_acknowledged = index + 1
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _read_out(transport: KVTransport, export: KVExport) -> list[KVPiece]:
+    return transport.pack(export.start, export.blocks.result())
+
+
+def _with_token(earlier: RequestOutput | None, output: RequestOutput) -> RequestOutput:
+    """The later output, with the token of the earlier one if it has none itself."""
+    if earlier is None or output.token_ids:
+        return output
+    return replace(output, token_ids=earlier.token_ids, logprobs=earlier.logprobs)

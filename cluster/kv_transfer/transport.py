@@ -1,0 +1,30 @@
+"""KVTransport: how KV gets from a prefill replica's process into a decode replica's.
+
+`pack` runs at prefill and makes what a call of `fetch_kv` answers; `unpack` runs at decode on that answer. The object
+store carries the data in the answer itself. A transport that moves data by other means (JAX's transfer server, RDT)
+puts an address there, and fetches in `unpack`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from cluster.kv_transfer.messages import KVPiece
+from engine.kv_blocks import KVBlocks, KVPayload
+
+
+class KVTransport(ABC):
+    """Both methods may take long and run on worker threads."""
+
+    @abstractmethod
+    def pack(self, start: int, shares: Sequence[KVBlocks]) -> list[KVPiece]:
+        """Makes pieces, none larger than one object may be, of the KV of consecutive tokens from `start` on."""
+
+    @abstractmethod
+    def unpack(self, piece: KVPiece) -> KVPayload:
+        """The KV of a piece that has arrived.
+
+        Raises:
+            KVLostError: it is not what was sent, or not what this side understands.
+        """
