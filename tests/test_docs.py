@@ -18,7 +18,6 @@ from engine.config import ConfigError, EngineConfig
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NOT_YET = {
-    "disagg_topo": "1,1",
     "enable_lora": "true",
 }
 

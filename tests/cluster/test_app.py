@@ -54,7 +54,7 @@ def test_serve_builds_the_application_without_options() -> None:
     [
         ({"max_model_length": "4096"}, "did you mean max_model_len?"),
         ({"max_model_len": "many"}, "max_model_len='many'"),
-        ({"disagg_topo": "1,1"}, "not available yet"),
+        ({"disagg_topo": "1"}, "give prefill and decode replicas as P,D"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_serve_run_shows_without_traceback(options: dict[str, str], words: str) -> None:
