@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from cluster import frames
 from cluster.messages import Refusal, RefusalKind
 from cluster.outbox import Connection
+from cluster.publisher import Publisher
 from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
+from engine.news import EngineNews
 from engine.request import EngineRequest, FinishReason, RequestOutput
 
 REQUEST_TIMEOUT_S = 10.0
@@ -54,7 +56,10 @@ class Admissions:
         self._loop: asyncio.AbstractEventLoop | None = None  # known from the first request on
         self._running: dict[str, Admission] = {}
         self._meetings: dict[str, _Meeting] = {}
-        self._steps: deque[list[RequestOutput]] = deque()  # what the engine has yielded and is not posted yet
+        self._lines: set[Connection] = set()
+        self._publisher = Publisher()
+        # What the engine has yielded and told, step by step, and is not posted yet:
+        self._steps: deque[tuple[list[RequestOutput], EngineNews]] = deque()
         self._posting = False
 
     def attach(self, engine: EngineCore) -> None:
@@ -128,8 +133,14 @@ class Admissions:
         if admission is not None and admission.connection is connection:
             self._abort(admission)
 
+    def opened(self, connection: Connection) -> None:
+        """An ingress listens, and doesn't know what the engine has cached."""
+        self._lines.add(connection)
+        self._publisher.tell_all(connection)
+
     def lost(self, connection: Connection) -> None:
         """Nobody reads what this connection's requests yield."""
+        self._lines.discard(connection)
         for admission in [a for a in self._running.values() if a.connection is connection]:
             self._abort(admission)
 
@@ -143,26 +154,28 @@ class Admissions:
     def emit(self, outputs: list[RequestOutput]) -> None:
         """Takes a step's outputs from the engine's thread. Steps that the event loop did not get to leave as one."""
         assert self._loop is not None  # outputs come from requests only
-        self._steps.append(outputs)
+        assert self._engine is not None
+        self._steps.append((outputs, self._engine.news()))
         if not self._posting:
             self._posting = True
             self._loop.call_soon_threadsafe(self._post)
 
     def _post(self) -> None:
         self._posting = False  # first: what is appended from here on is seen below, or posted by the next call
-        steps: list[list[RequestOutput]] = []
+        steps: list[tuple[list[RequestOutput], EngineNews]] = []
         while self._steps:
             steps.append(self._steps.popleft())
         per_ingress: defaultdict[Connection, list[tuple[int, RequestOutput]]] = defaultdict(list)
-        for output in _merged(steps):
+        for output in _merged([outputs for outputs, _ in steps]):
             admission = self._running.get(output.request_id)
             if admission is None:
                 continue  # it was given up
             per_ingress[admission.connection].append((admission.stream, output))
             if output.finish_reason is not None:
                 self._end(admission)
-        for connection, rows in per_ingress.items():
-            connection.post(rows)
+        news = self._publisher.rows([told for _, told in steps])
+        for connection in self._lines | per_ingress.keys() if news else per_ingress:
+            connection.post(per_ingress.get(connection, ()), news)
 
     # -- inside
 

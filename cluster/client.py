@@ -25,7 +25,8 @@ class EngineUnavailableError(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
     healthy: bool
-    reason: str = ""  # one line, when not healthy
+    reason: str = ""  # one line, when not healthy, or not fully
+    degraded: bool = False  # it serves, with less than it should have
 
 
 class EngineClient(Protocol):
@@ -37,8 +38,11 @@ class EngineClient(Protocol):
         """
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
         """Yields what each step brings until an output with a finish_reason. Closing the generator aborts the request.
+
+        Args:
+            session: requests of one session go to the same engine, if nothing speaks against it.
 
         Raises:
             EngineOverloadedError, InvalidRequestError: no engine took it (before any output).

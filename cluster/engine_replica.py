@@ -31,6 +31,7 @@ from engine.core import EngineCore
 from engine.errors import first_line
 from engine.kv_connector import KVConnector
 from engine.metrics import MetricsSnapshot
+from engine.news import CacheJournal
 from engine.request import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ EXPORT_WARNING_INTERVAL_S = 300.0
 
 class EngineReplica(ABC):
     """A subclass sets up what its hooks need, then calls this constructor."""
+
+    _journal: CacheJournal | None = None  # of roles whose `_emit` takes the engine's news
 
     def __init__(self, config: EngineConfig, log_level: str, role: Role) -> None:
         """Loads the model; returns when the engine can serve.
@@ -69,7 +72,7 @@ class EngineReplica(ABC):
         backend = self._create_backend(config, log_level)
         try:
             self._connector = self._connect(config, backend)
-            engine = EngineCore(config, backend, self._emit)
+            engine = EngineCore(config, backend, self._emit, self._connector, journal=self._journal)
             engine.load(self._progress)
         except Exception:
             with contextlib.suppress(Exception):  # half loaded; the error that counts is the first

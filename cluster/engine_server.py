@@ -8,6 +8,7 @@ ingress (`Admissions`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from ray import serve
@@ -24,6 +25,7 @@ from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kv_connector import KVConnector
+from engine.news import CacheJournal
 from engine.request import EngineRequest, RequestOutput
 
 
@@ -41,6 +43,7 @@ class EngineServer(EngineReplica):
         """
         self._prefill = prefill
         self._admissions = Admissions()
+        self._journal = CacheJournal()
         self._outbox = Outbox(serve.get_replica_context().replica_id.unique_id, self._admissions)
         super().__init__(config, log_level, Role.UNIFIED if prefill is None else Role.DECODE)
 
@@ -60,6 +63,11 @@ class EngineServer(EngineReplica):
         self._outbox.close()
 
     # -- called by ingresses, through Serve
+
+    async def open_line(self, address: MailboxAddress) -> None:
+        """Opens the line to an ingress, before the first request from there needs it."""
+        with contextlib.suppress(OSError, TimeoutError):  # the first request would hear of it
+            await self._outbox.connect(address)
 
     async def admit(self, ticket: Ticket, request: EngineRequest | None) -> Refusal | None:
         """Holds a request's place. Returns when it has ended, or at once with the reason why it is not taken.

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster import ray_compat
+from cluster.balancer import Balancer
 from cluster.ingress.app import build_api
 from cluster.logs import configure_logging
 from cluster.metrics_text import IngressReport, ReplicaLabels
@@ -23,8 +24,17 @@ from engine.text.tokenizer import load_tokenizer
 class IngressServer:
     """What Serve runs; `cluster.app` makes it an ingress deployment."""
 
-    def __init__(self, config: EngineConfig, engine: DeploymentHandle[Any], log_level: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: DeploymentHandle[Any],
+        log_level: str,
+        prefill: DeploymentHandle[Any] | None = None,
+    ) -> None:
         """Loads the tokenizer.
+
+        Args:
+            prefill: the replicas that compute prompts for the engine's, asked for their health and metrics.
 
         Raises:
             Exception: it can't be loaded. Whoever waits for the replica has been told already.
@@ -38,7 +48,9 @@ class IngressServer:
         )
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._client = RayEngineClient(engine, siblings, resume_timeout_s=config.resume_timeout_s)
+        self._client = RayEngineClient(
+            engine, siblings, Balancer.of(config), resume_timeout_s=config.resume_timeout_s, prefill=prefill
+        )
         with ProgressReporter(context.app_name, replica).reporting_errors():
             self._tokenizer = load_tokenizer(config)
         self._counts = ResponseCounts()

@@ -15,11 +15,11 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from cluster import frames
+from cluster.news import NEWS, NewsReader, read_row
 from cluster.request_codec import pack_request
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
@@ -79,7 +79,9 @@ class Inbox:
 class Mailbox:
     """The receiving end: one per ingress process."""
 
-    def __init__(self) -> None:
+    def __init__(self, news: NewsReader | None = None) -> None:
+        """`news` hears what engines tell about themselves."""
+        self._news = news
         self._secret = secrets.token_hex(16)
         self._inboxes: dict[int, Inbox] = {}
         self._next_stream = 0
@@ -90,7 +92,7 @@ class Mailbox:
     async def start(self, host: str) -> MailboxAddress:
         """Listens on a free port of `host`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Line(self._secret.encode(), self.deliver, self._lines), host, 0)
+        self._server = await loop.create_server(lambda: Line(self._secret.encode(), self), host, 0)
         port = self._server.sockets[0].getsockname()[1]
         self.address = MailboxAddress(host=host, port=port, secret=self._secret)
         return self.address
@@ -109,12 +111,32 @@ class Mailbox:
         """The line to an engine, if requests can leave over it now."""
         return next((line for line in self._lines if line.replica == replica and line.is_open), None)
 
-    def deliver(self, rows: tuple[frames.Row, ...]) -> None:
+    @property
+    def replicas(self) -> set[str]:
+        """The engines that have a line to here."""
+        return {line.replica for line in self._lines if line.replica}
+
+    def connected(self, line: Line) -> None:
+        self._lines.add(line)
+
+    def disconnected(self, line: Line) -> None:
+        self._lines.discard(line)
+        if self._news is not None and line.replica and line.replica not in self.replicas:
+            self._news.lost(line.replica)
+
+    def deliver(self, replica: str, rows: tuple[frames.Row, ...]) -> None:
+        """Takes a frame of an engine.
+
+        Raises:
+            FrameError, TypeError, ValueError: it makes no sense.
+        """
         inboxes = self._inboxes
         for row in rows:
             inbox = inboxes.get(row[0])
             if inbox is not None:
                 inbox.put(row)
+            elif row[0] == NEWS and self._news is not None:
+                read_row(row, replica, self._news)
 
     def close(self) -> None:
         if self._server is not None:
@@ -126,12 +148,10 @@ class Mailbox:
 class Line(asyncio.Protocol):
     """A connection to a mailbox. Until it has shown the secret it may hold a few bytes, for a few seconds."""
 
-    def __init__(self, secret: bytes, deliver: Callable[[tuple[frames.Row, ...]], None], lines: set[Line]) -> None:
-        """Is one of `lines` while it is connected."""
+    def __init__(self, secret: bytes, mailbox: Mailbox) -> None:
         self.replica = ""  # the engine's, once it has shown the secret
         self._secret = secret
-        self._deliver = deliver
-        self._lines = lines
+        self._mailbox = mailbox
         self._watchers: set[Inbox] = set()
         self._shown = b""
         self._trusted = False
@@ -171,7 +191,7 @@ class Line(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._lines.add(self)
+        self._mailbox.connected(self)
         self._deadline = asyncio.get_running_loop().call_later(SECRET_TIMEOUT_S, self.close)
         sock = transport.get_extra_info("socket")
         if sock is not None:
@@ -190,7 +210,7 @@ class Line(asyncio.Protocol):
         try:
             for frame in self._decoder.feed(data):
                 if self.replica:
-                    self._deliver(frame)
+                    self._mailbox.deliver(self.replica, frame)
                 else:
                     [[self.replica]] = frame
         except (frames.FrameError, TypeError, ValueError) as error:  # nothing that follows can be understood
@@ -198,8 +218,8 @@ class Line(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._lines.discard(self)
         self._transport = None
+        self._mailbox.disconnected(self)
         for inbox in self._watchers:
             inbox.wake()
         if self._deadline is not None:

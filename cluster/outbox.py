@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, cast
 
 from cluster import frames
@@ -33,6 +33,10 @@ class Reader(Protocol):
 
     def withdrawn(self, connection: Connection, request_id: str) -> None: ...
 
+    def opened(self, connection: Connection) -> None:
+        """The connection is new, or has not told some news as its socket was full: it is to be told all there is."""
+        ...
+
     def lost(self, connection: Connection) -> None:
         """The connection has ended, with all requests on it."""
         ...
@@ -49,6 +53,7 @@ class Connection(asyncio.Protocol):
         self._decoder = frames.Decoder()
         self._paused = False
         self._backlog: dict[int, list[RequestOutput]] = {}
+        self._missed_news = False
         self._has_written = False  # since the last sign of life
         self._sign_of_life: asyncio.TimerHandle | None = None
 
@@ -63,14 +68,16 @@ class Connection(asyncio.Protocol):
     def introduce(self, secret: str, replica: str) -> None:
         self._write(secret.encode() + frames.encode([(replica,)]))
         self._show_life()
+        self._reader.opened(self)
 
-    def post(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
-        """Sends outputs as one frame, or keeps them for the next one while the socket is full."""
+    def post(self, outputs: Iterable[tuple[int, RequestOutput]], news: Sequence[frames.Row] = ()) -> None:
+        """Sends outputs and news as one frame. While the socket is full, outputs wait for the next one."""
         if not self._paused:
-            self._write(frames.encode(frames.to_row(stream, output) for stream, output in outputs))
+            self._write(frames.encode([*(frames.to_row(stream, output) for stream, output in outputs), *news]))
             return
         for stream, output in outputs:
             self._backlog.setdefault(stream, []).append(output)
+        self._missed_news |= bool(news)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -96,6 +103,9 @@ class Connection(asyncio.Protocol):
         backlog, self._backlog = self._backlog, {}
         if backlog:
             self.post([(stream, frames.merge(outputs)) for stream, outputs in backlog.items()])
+        if self._missed_news and not self._paused:
+            self._missed_news = False
+            self._reader.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._transport = None

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
+from cluster.balancer import Balancer, Route
 from cluster.client import EngineUnavailableError, Health
 from cluster.continuation import Continuation, ResumptionCounts
 from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, Exchange, InterruptedExchangeError
 from cluster.mailbox import Mailbox, MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
-from cluster.router import Question
 from cluster.suspects import Suspects
 from engine.backend import BackendInfo
 from engine.errors import first_line
@@ -33,31 +33,46 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
 """Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
+LINES_INTERVAL_S = 2.0
+"""How soon an engine that has come since is asked for a line."""
 BROADCAST_TIMEOUT_S = 5.0
 """Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
 
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
+
+NO_PREFILL = "no prefill replica answers; decode replicas compute all prompts themselves"
 
 
 class RayEngineClient:
     """Talks to all replicas of one engine deployment. Use it from one event loop."""
 
     def __init__(
-        self, engine: DeploymentHandle[Any], ingress: DeploymentHandle[Any], *, resume_timeout_s: float
+        self,
+        engine: DeploymentHandle[Any],
+        ingress: DeploymentHandle[Any],
+        balancer: Balancer,
+        *,
+        resume_timeout_s: float,
+        prefill: DeploymentHandle[Any] | None = None,
     ) -> None:
         """
         Args:
             ingress: the deployment that this client works for; its replicas are asked for their metrics too.
+            balancer: chooses engine replicas; this client tells it what it hears of them.
             resume_timeout_s: how long a request that lost its engine waits for another one.
+            prefill: the deployment that computes prompts for the engine's replicas.
         """
+        self._prefill = prefill
         self._engine = engine
         self._ingress = ingress
         self._admit = ray_compat.by_reference(engine, "admit")
-        self._mailbox = Mailbox()
+        self._balancer = balancer
+        self._mailbox = Mailbox(balancer)
         self._mailbox_lock = asyncio.Lock()
         self._info: BackendInfo | None = None
         self._calls: set[asyncio.Task[Refusal | None]] = set()
-        self._open: Counter[str] = Counter()  # requests at each replica
+        self._routes: dict[Exchange, Route] = {}
+        self._lines: asyncio.Task[None] | None = None
         self._suspects = Suspects()
         self._resume_timeout_s = resume_timeout_s
         self.resumptions = ResumptionCounts()
@@ -65,6 +80,8 @@ class RayEngineClient:
     async def info(self) -> BackendInfo:
         if self._info is None:
             self._info = await self._ask("info")
+        if self._lines is None:
+            self._lines = asyncio.create_task(self._keep_lines())
         return self._info
 
     async def health(self) -> Health:
@@ -72,21 +89,29 @@ class RayEngineClient:
         answers: list[Health] = await _broadcast(self._engine, "health", enough=lambda answer: answer.healthy)
         if not answers:
             return Health(healthy=False, reason=NO_ENGINE)
-        return next((answer for answer in answers if answer.healthy), answers[0])
+        best = next((answer for answer in answers if answer.healthy), answers[0])
+        if not best.healthy or self._prefill is None:
+            return best
+        prefills: list[Health] = await _broadcast(self._prefill, "health", enough=lambda answer: answer.healthy)
+        if any(answer.healthy for answer in prefills):
+            return best
+        return Health(healthy=True, degraded=True, reason=NO_PREFILL)
 
     async def metrics_text(self) -> bytes:
-        engines, ingresses = await asyncio.gather(
-            _broadcast(self._engine, "report"), _broadcast(self._ingress, "report")
-        )
-        return render(engines, ingresses)
+        deployments = [self._engine, self._ingress, *([] if self._prefill is None else [self._prefill])]
+        engines, ingresses, *prefills = await asyncio.gather(*(_broadcast(one, "report") for one in deployments))
+        return render([*engines, *itertools.chain(*prefills)], ingresses)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
         way = Continuation(request, resume_timeout_s=self._resume_timeout_s, counts=self.resumptions)
         while True:
-            exchange = await self._begin(way)
+            exchange = await self._begin(way, session)
+            route = self._routes[exchange]
             try:
                 while True:
                     output = way.passed(await exchange.next())
+                    if output.token_ids:
+                        self._balancer.prefilled(route)
                     yield output
                     if output.finish_reason is not None:
                         return
@@ -98,9 +123,11 @@ class RayEngineClient:
 
     def close(self) -> None:
         """No request is open any more: stops listening."""
+        if self._lines is not None:
+            self._lines.cancel()
         self._mailbox.close()
 
-    async def _begin(self, way: Continuation) -> Exchange:
+    async def _begin(self, way: Continuation, session: str) -> Exchange:
         """Finds an engine that takes the request.
 
         Raises:
@@ -108,8 +135,14 @@ class RayEngineClient:
         """
         while True:
             suspects = self._suspects.current()
-            replica = await self._choose(way, suspects)
-            exchange = await self._send(way.next_request(), replica)
+            route = self._balancer.begin(way.next_request(), session=session, suspects=suspects)
+            try:
+                replica = await self._choose(way, route)
+                exchange = await self._send(route.request, replica)
+            except BaseException:
+                self._balancer.end(route)
+                raise
+            self._routes[exchange] = route
             try:
                 await exchange.wait_until_taken(way.attempt_deadline)
             except InterruptedExchangeError as interruption:
@@ -142,22 +175,18 @@ class RayEngineClient:
         call = asyncio.create_task(self._hold(ticket, request if line is None else None))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        self._open[replica] += 1
         return Exchange(self._mailbox, replica, stream, inbox, line, call)
 
     def _close(self, exchange: Exchange) -> None:
         exchange.close()
-        self._open[exchange.replica] -= 1
-        if not self._open[exchange.replica]:
-            del self._open[exchange.replica]  # it may never come back
+        self._balancer.end(self._routes.pop(exchange))
 
-    async def _choose(self, way: Continuation, suspects: frozenset[str]) -> str:
+    async def _choose(self, way: Continuation, route: Route) -> str:
         """The replica to try. Waits until there is one."""
         while True:
-            question = Question(request=way.request, open_requests=self._open, suspects=suspects)
             try:
                 async with asyncio.timeout_at(way.deadline):
-                    return await ray_compat.choose(self._admit, question)
+                    return await ray_compat.choose(self._admit, route)
             except ray_compat.OVERLOADED_ERRORS:
                 delay = way.interrupted(QUEUE_FULL)
             except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
@@ -181,6 +210,15 @@ class RayEngineClient:
             logger.warning("request %s: the engine did not finish it: %s", ticket.request_id, first_line(error))
             return ENGINE_GONE
 
+    async def _keep_lines(self) -> None:
+        """Has engines open lines before the first request to them, so that their news come: all at the start, and those
+        that have come since."""
+        address = self._mailbox.address or await self._listen()
+        while True:
+            if not self._mailbox.replicas or self._balancer.replicas - self._mailbox.replicas:
+                await _broadcast(self._engine, "open_line", address)
+            await asyncio.sleep(LINES_INTERVAL_S)
+
     async def _listen(self) -> MailboxAddress:
         async with self._mailbox_lock:
             return self._mailbox.address or await self._mailbox.start(ray_compat.node_ip())
@@ -195,7 +233,10 @@ class RayEngineClient:
 
 
 async def _broadcast(
-    deployment: DeploymentHandle[Any], method: str, *, enough: Callable[[Any], bool] = lambda _: False
+    deployment: DeploymentHandle[Any],
+    method: str,
+    *args: object,
+    enough: Callable[[Any], bool] = lambda _: False,
 ) -> list[Any]:
     """Calls a method of every replica; gives the answers of those that do answer in time, maybe none.
 
@@ -205,7 +246,7 @@ async def _broadcast(
     calls: list[asyncio.Future[Any]] = []
     with contextlib.suppress(TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
         async with asyncio.timeout(BROADCAST_TIMEOUT_S):
-            calls = [asyncio.ensure_future(call) for call in await ray_compat.broadcast(deployment, method)]
+            calls = [asyncio.ensure_future(call) for call in await ray_compat.broadcast(deployment, method, *args)]
     answers: list[Any] = []
     try:
         with contextlib.suppress(TimeoutError):

@@ -53,9 +53,9 @@ def begin_call_of_its_own() -> None:
     serve_context._set_request_context(_internal_request_id=uuid.uuid4().hex)
 
 
-async def broadcast(handle: DeploymentHandle[Any], method: str) -> list[Awaitable[Any]]:
+async def broadcast(handle: DeploymentHandle[Any], method: str, *args: object) -> list[Awaitable[Any]]:
     """Calls a method of every replica that is up. The answers come one by one: Serve's own wait is all or nothing."""
-    results = await handle.broadcast(method)._fetch_replica_results_async()
+    results = await handle.broadcast(method, *args)._fetch_replica_results_async()
     return [result.get_async() for result in results]  # type: ignore[no-untyped-call]
 
 

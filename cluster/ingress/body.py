@@ -23,6 +23,7 @@ everybody's streams for seconds, as the parser lets go of the interpreter only w
 TIMEOUT_S = 60.0
 """A body that trickles in for longer holds a connection for nothing."""
 CLOSE = {"Connection": "close"}
+SESSION_HEADER = "X-Session-ID"
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
@@ -30,10 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body(Generic[T]):
-    """What a body says, and the bytes it took to say it."""
+    """What a body says, the bytes it took to say it, and the session that the request's header names."""
 
     content: T
     size: int
+    session: str = ""
 
 
 async def read_body(
@@ -56,7 +58,7 @@ async def read_body(
     except ClientDisconnect:
         raise ClientDisconnectedError from None
     content = await workers.run(len(raw), lambda: parse(parse_json(raw)))
-    return Body(content=content, size=len(raw))
+    return Body(content=content, size=len(raw), session=request.headers.get(SESSION_HEADER, ""))
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Runner:
 
     async def _one(self, job: Job, choice: Choice) -> AsyncGenerator[Delta, None]:
         text = ChoiceText(self.tokenizer, choice, job.text)
-        async with aclosing(self.client.generate(choice.request)) as outputs:
+        async with aclosing(self.client.generate(choice.request, session=job.session)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.TIMEOUT:
                     raise TimeoutError

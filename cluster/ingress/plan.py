@@ -49,6 +49,7 @@ class Job:
     choices: tuple[Choice, ...]
     choices_per_prompt: int
     text: TextOptions
+    session: str = ""  # requests of one session go to the same replica; empty: wherever it suits
     prompt_logprobs: int | None = None  # to be shown as such, apart from an echo's
     include_usage: bool = False
     continuous_usage: bool = False

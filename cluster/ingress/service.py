@@ -39,6 +39,7 @@ class Service:
         self.client = client
         self.model_name = config.model_name
         self._timeout_s = config.request_timeout_s
+        self._sticky = config.sticky_sessions
         self._tokenizer = tokenizer
         _ = tokenizer.table  # built now, so that the first request does not wait for it
         self._runner = Runner(client=client, tokenizer=tokenizer)
@@ -56,11 +57,17 @@ class Service:
 
     async def chat_job(self, body: Body[ChatRequest]) -> Job:
         limits = await self.limits()
-        return await self.workers.run(body.size, lambda: self.plan_chat(body.content, limits))
+        job = await self.workers.run(body.size, lambda: self.plan_chat(body.content, limits))
+        return self.in_session(job, body.session)
 
     async def completion_job(self, body: Body[CompletionRequest]) -> Job:
         limits = await self.limits()
-        return await self.workers.run(body.size, lambda: self.plan_completion(body.content, limits))
+        job = await self.workers.run(body.size, lambda: self.plan_completion(body.content, limits))
+        return self.in_session(job, body.session)
+
+    def in_session(self, job: Job, session: str) -> Job:
+        """The job in the session that the request's header names, if that means anything here."""
+        return replace(job, session=session) if session and self._sticky else job
 
     def plan_chat(self, request: ChatRequest, limits: Limits) -> Job:
         """May take long: see Workers."""
@@ -105,6 +112,7 @@ class Service:
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
             ),
+            session=(request.prompt_cache_key or request.user or "") if self._sticky else "",
             prompt_logprobs=request.prompt_logprobs,
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,

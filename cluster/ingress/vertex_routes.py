@@ -41,11 +41,11 @@ def vertex_router(service: Service) -> APIRouter:
     async def generate(request: Request) -> Response:
         body = await read_body(request, _parse, service.workers)
         if isinstance(body.content, ChatRequest):
-            chat = Body(content=body.content, size=body.size)
+            chat = Body(content=body.content, size=body.size, session=body.session)
             job = await service.chat_job(chat)
             return await service.respond(request.receive, job, CHAT, stream=chat.content.stream)
-        size = body.size * len(body.content)  # each may repeat all of the parameters
-        predictions = await unless_disconnected(request.receive, _predict_all(service, body.content, size))
+        instances = Body(content=body.content, size=body.size, session=body.session)
+        predictions = await unless_disconnected(request.receive, _predict_all(service, instances))
         return JSONResponse({"predictions": predictions})
 
     return router
@@ -75,13 +75,15 @@ def parse_instances(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**(parameters or {}), **instance} for instance in instances]
 
 
-async def _predict_all(service: Service, instances: list[dict[str, Any]], size: int) -> list[Any]:
+async def _predict_all(service: Service, body: Body[list[dict[str, Any]]]) -> list[Any]:
     """All predictions, side by side; if one fails, the others are aborted."""
     limits = await service.limits()
-    planned = await service.workers.run(size, lambda: _plan_all(service, instances, limits))
+    size = body.size * len(body.content)  # each may repeat all of the parameters
+    planned = await service.workers.run(size, lambda: _plan_all(service, body.content, limits))
+    jobs = [(service.in_session(job, body.session), instance) for job, instance in planned]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_predict(service, job, instance)) for job, instance in planned]
+            tasks = [group.create_task(_predict(service, job, instance)) for job, instance in jobs]
     except BaseExceptionGroup as errors:
         raise to_api_error(errors.exceptions[0]) from None
     return [task.result() for task in tasks]

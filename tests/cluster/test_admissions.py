@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from cluster import admissions
 from cluster.admissions import Admissions
+from cluster.frames import Row
 from cluster.messages import RefusalKind
 from engine.core import EngineHealth, QueueFullError
+from engine.news import EngineLoad, EngineNews
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
 
+LOAD = EngineLoad(running=1, waiting=0, queued_tokens=0, free_blocks=9)
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=2))
 
 
@@ -23,6 +26,7 @@ class Engine:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.full = False
+        self.cache: dict[bytes, bool] = {}
         self.state = EngineHealth(healthy=True)
 
     def health(self) -> EngineHealth:
@@ -36,15 +40,22 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def news(self) -> EngineNews:
+        cache, self.cache = self.cache, {}
+        return EngineNews(load=LOAD, cache=cache)
+
 
 class Connection:
     """Notes what is posted."""
 
     def __init__(self) -> None:
         self.frames: list[list[tuple[int, RequestOutput]]] = []
+        self.news: list[Row] = []
 
-    def post(self, outputs: list[tuple[int, RequestOutput]]) -> None:
-        self.frames.append(list(outputs))
+    def post(self, outputs: Sequence[tuple[int, RequestOutput]], news: Sequence[Row] = ()) -> None:
+        if outputs:
+            self.frames.append(list(outputs))
+        self.news += news
 
     @property
     def tokens(self) -> list[int]:

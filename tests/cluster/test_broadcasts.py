@@ -8,9 +8,11 @@ import pytest
 from ray.exceptions import RayError
 
 from cluster import exchange, ray_client
+from cluster.balancer import Balancer
 from cluster.client import Health
 from cluster.metrics_text import EngineReport, IngressReport, ReplicaLabels
 from cluster.ray_client import RayEngineClient
+from engine.config import EngineConfig
 from engine.metrics import EngineMetrics
 
 
@@ -44,6 +46,7 @@ class Replica:
         return self._answer
 
 
+BALANCER = Balancer.of(EngineConfig())
 HANGS = object()
 HEALTHY = Health(healthy=True, reason="")
 STUCK = Health(healthy=False, reason="no step")
@@ -66,7 +69,7 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
 ) -> None:
     monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
     replicas = Replicas(*answers)
-    client = RayEngineClient(replicas, replicas, resume_timeout_s=1)  # type: ignore[arg-type]
+    client = RayEngineClient(replicas, replicas, BALANCER, resume_timeout_s=1)  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         assert await client.health() == health
 
@@ -74,7 +77,7 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
 async def test_one_healthy_replica_is_enough_and_nobody_waits_for_the_others() -> None:
     replicas = Replicas(HANGS, HEALTHY)
     async with asyncio.timeout(ray_client.BROADCAST_TIMEOUT_S / 2):
-        assert await RayEngineClient(replicas, replicas, resume_timeout_s=1).health() == HEALTHY  # type: ignore[arg-type]
+        assert await RayEngineClient(replicas, replicas, BALANCER, resume_timeout_s=1).health() == HEALTHY  # type: ignore[arg-type]
 
 
 async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +86,6 @@ async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest
     engines = Replicas(HANGS, EngineReport(labels=labels, metrics=EngineMetrics().snapshot()))
     ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))
     async with asyncio.timeout(5):
-        text = (await RayEngineClient(engines, ingresses, resume_timeout_s=1).metrics_text()).decode()  # type: ignore[arg-type]
+        text = (await RayEngineClient(engines, ingresses, BALANCER, resume_timeout_s=1).metrics_text()).decode()  # type: ignore[arg-type]
     assert 'sliceserve_http_requests_open{application="a",model_name="m",replica="good",role="unified"} 3.0' in text
     assert "vllm:num_requests_running" in text

@@ -45,6 +45,7 @@ class Reader:
     def __init__(self) -> None:
         self.requests: asyncio.Queue[tuple[int, EngineRequest]] = asyncio.Queue()
         self.withdrawals: asyncio.Queue[str] = asyncio.Queue()
+        self.openings: list[Connection] = []
         self.lost_connections: list[Connection] = []
 
     def arrived(self, _: Connection, stream: int, request: EngineRequest) -> None:
@@ -52,6 +53,9 @@ class Reader:
 
     def withdrawn(self, _: Connection, request_id: str) -> None:
         self.withdrawals.put_nowait(request_id)
+
+    def opened(self, connection: Connection) -> None:
+        self.openings.append(connection)
 
     def lost(self, connection: Connection) -> None:
         self.lost_connections.append(connection)

@@ -13,10 +13,12 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 
 from cluster import continuation, exchange, ray_client
+from cluster.balancer import Balancer
 from cluster.client import EngineOverloadedError, EngineUnavailableError
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Connection, Outbox
 from cluster.ray_client import RayEngineClient
+from engine.config import EngineConfig
 from engine.core import InvalidRequestError
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
 
@@ -69,6 +71,8 @@ class Engine:
     def withdrawn(self, _: Connection, request_id: str) -> None:
         self.withdrawn_ids.append(request_id)
 
+    def opened(self, connection: Connection) -> None: ...
+
     def lost(self, connection: Connection) -> None: ...
 
 
@@ -90,7 +94,7 @@ def local_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client_of(handle: Handle, resume_timeout_s: float = 0.3) -> RayEngineClient:
-    return RayEngineClient(handle, handle, resume_timeout_s=resume_timeout_s)  # type: ignore[arg-type]
+    return RayEngineClient(handle, handle, Balancer.of(EngineConfig()), resume_timeout_s=resume_timeout_s)  # type: ignore[arg-type]
 
 
 async def outputs_of(handle: Handle) -> list[RequestOutput]:

@@ -1,20 +1,23 @@
-"""Which replica gets a request: the one that was chosen, else one with little to do."""
+"""Which replica gets a request: the one that was chosen, else the one that the policy says."""
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.balancer import Balancer
 from cluster.mailbox import MailboxAddress
 from cluster.messages import Ticket
-from cluster.router import EngineRouter, Question
+from cluster.router import EngineRouter
+from engine.config import EngineConfig
+from engine.news import EngineLoad
 from engine.request import EngineRequest, SamplingParams
+from tests.cluster.routing.fleets import hashes
 
-REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
 ADDRESS = MailboxAddress(host="127.0.0.1", port=1, secret="")
+PROMPT = tuple(range(200))
 
 
 class Router(EngineRouter):
@@ -28,13 +31,19 @@ class Router(EngineRouter):
         return SimpleNamespace(get=lambda replica_id: self.known.get(replica_id.unique_id))
 
 
-def replicas(*names: str) -> list[Any]:
-    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+@pytest.fixture
+def balancer() -> Balancer:
+    return Balancer.of(EngineConfig(block_size=16))
+
+
+def request(name: str = "r") -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
 
 
 async def first(router: Router, about: object, *names: str) -> str:
-    request = SimpleNamespace(args=[about], routing_context=SimpleNamespace())
-    ranks = await router.choose_replicas(replicas(*names), request)  # type: ignore[arg-type]
+    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    pending = SimpleNamespace(args=[about], routing_context=SimpleNamespace())
+    ranks = await router.choose_replicas(replicas, pending)  # type: ignore[arg-type]
     name: str = ranks[0][0].replica_id.unique_id
     return name
 
@@ -49,14 +58,59 @@ async def test_a_call_to_a_replica_that_is_gone_goes_to_another_one() -> None:
     assert await first(Router(), ticket, "a") == "a"
 
 
-@pytest.mark.parametrize(("known", "own"), [({"a": 3}, {}), ({}, {"a": 3}), ({"a": 1, "b": 2}, {"a": 3})])
-async def test_a_request_goes_to_the_replica_with_fewer_open_ones(known: dict[str, int], own: dict[str, int]) -> None:
-    question = Question(request=REQUEST, open_requests=own)
-    assert {await first(Router(**known), question, "a", "b") for _ in range(20)} == {"b"}
+async def test_a_call_that_is_about_no_request_goes_to_any_replica() -> None:
+    assert {await first(Router(), None, "a", "b", "c") for _ in range(100)} == {"a", "b", "c"}
 
 
-async def test_a_burst_is_spread_evenly_before_serve_knows_of_any_of_it() -> None:
-    own: Counter[str] = Counter()
-    for _ in range(40):
-        own[await first(Router(), Question(request=REQUEST, open_requests=own), "a", "b")] += 1
-    assert own == {"a": 20, "b": 20}
+async def test_what_serve_counts_at_a_replica_counts_for_requests(balancer: Balancer) -> None:
+    assert {await first(Router(a=3), balancer.begin(request(str(n))), "a", "b") for n in range(2)} == {"b"}
+
+
+async def test_a_prefix_that_an_engine_reports_is_gone_to(balancer: Balancer) -> None:
+    balancer.cache_is("b", hashes(PROMPT))
+    assert {await first(Router(), balancer.begin(request(str(n))), "a", "b", "c") for n in range(4)} == {"b"}
+
+
+async def test_a_burst_is_spread_evenly_before_anybody_else_knows_of_it(balancer: Balancer) -> None:
+    balancer = Balancer.of(EngineConfig(routing_policy="least_loaded"))
+    chosen = [await first(Router(), balancer.begin(request(str(n))), "a", "b") for n in range(40)]
+    assert chosen.count("a") == 20
+
+
+async def test_a_replica_that_has_just_failed_is_taken_if_there_is_no_other(balancer: Balancer) -> None:
+    route = balancer.begin(request(), suspects={"a", "b"})
+    assert {await first(Router(), route, "a", "b", "c") for _ in range(10)} == {"c"}
+    assert await first(Router(), route, "b") == "b"
+
+
+async def test_a_request_counts_at_the_last_replica_chosen_until_its_end(balancer: Balancer) -> None:
+    for name in "abc":
+        balancer.load_is(name, EngineLoad(running=0, waiting=0, queued_tokens=0, free_blocks=100))
+    route = balancer.begin(request())
+    for names in ("a", "b"):  # Serve's router may ask again
+        await first(Router(), route, names)
+    assert route.replica == "b"
+    balancer.prefilled(route)
+    balancer.end(route)
+    balancer.end(route)
+    assert await first(Router(), route, "c") == "c"  # asked for by nobody any more
+    assert route.replica == ""
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("sticky", [False, True])
+async def test_every_policy_chooses_among_the_replicas_that_there_are(policy: Any, sticky: bool) -> None:
+    balancer = Balancer.of(EngineConfig(routing_policy=policy, sticky_sessions=sticky))
+    for names in ("abc", "bcd", "e"):
+        for number in range(10):
+            route = balancer.begin(request(f"{names}{number}"), session="s")
+            assert await first(Router(), route, *names) in names
+        assert balancer.replicas == set(names)
+
+
+async def test_without_news_a_prompt_follows_the_ones_before_it(balancer: Balancer) -> None:
+    balancer = Balancer.of(EngineConfig(), hears_news=False)
+    route = balancer.begin(request())
+    home = await first(Router(), route, "a", "b", "c")
+    balancer.end(route)
+    assert {await first(Router(), balancer.begin(request(str(n))), "a", "b", "c") for n in range(4)} == {home}

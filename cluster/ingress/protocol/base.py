@@ -101,10 +101,12 @@ class CompletionFields(SamplingFields):
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     cache_salt: ShortString | None = None
 
-    # Labels for the client's own bookkeeping: they have no effect by definition.
-    user: str | None = None
-    safety_identifier: str | None = None
+    # With sticky_sessions, these name the session (see Service); without it, they have no effect.
     prompt_cache_key: str | None = None
+    user: str | None = None
+
+    # Labels for the client's own bookkeeping: they have no effect by definition.
+    safety_identifier: str | None = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_ENTRIES)] = None
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ class LocalEngineClient:
         values = self.core.metrics().values
         return "".join(f"{name} {value}\n" for name, value in values.items()).encode()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
         self._loop = asyncio.get_running_loop()
         queue = self._queues[request.request_id] = asyncio.Queue()
         ended = False
