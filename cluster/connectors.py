@@ -6,26 +6,55 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.balancer import Balancer
+from cluster.kv_transfer.decode_connector import DecodeConnector
+from cluster.kv_transfer.metrics import TransferMetrics
+from cluster.kv_transfer.object_store import MIB, ObjectStoreTransport
+from cluster.kv_transfer.prefill_connector import PrefillConnector
+from cluster.kv_transfer.prefill_pool import ServePrefillPool
+from cluster.kv_transfer.table import TransferTable
+from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.metrics_text import ReplicaLabels
 from cluster.roles import Role
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.kv_connector import KVConnector
+from engine.pools import prefill_config
 
 
 def create_connector(
     config: EngineConfig,
-    role: Role,
+    role: Role,  # noqa: ARG001
     replica: ReplicaLabels,
     *,
     backend: Backend,
     prefill: DeploymentHandle[Any] | None = None,
+    transfers: TransferTable | None = None,
 ) -> KVConnector | None:
     """The connector of one replica, or None if no KV comes to it or leaves it.
 
     Args:
         backend: asked for its KV format once it is loaded (`KVConnector.attach`).
         prefill: the pool that a decode replica asks.
+        transfers: where a prefill replica's KV goes.
     """
-    del config, role, replica, backend, prefill
+    if transfers is not None:
+        return PrefillConnector(transfers)
+    if prefill is not None:
+        return _decode_connector(config, replica, backend, prefill)
     return None
+
+
+def _decode_connector(
+    config: EngineConfig, replica: ReplicaLabels, backend: Backend, prefill: DeploymentHandle[Any]
+) -> DecodeConnector:
+    return DecodeConnector(
+        replica.replica,
+        backend.kv_format,
+        lambda: ServePrefillPool(prefill, Balancer.of(prefill_config(config), hears_news=False)),
+        ObjectStoreTransport.of(config),
+        PrefillThreshold(config.disagg_min_prefill_tokens),
+        TransferMetrics(),
+        max_bytes=config.kv_transfer_max_mib * MIB,
+        timeout_s=config.kv_transfer_timeout_s,
+    )

@@ -31,7 +31,7 @@ class PrefillServer(EngineReplica):
             Exception: it can't be loaded. Whoever waits for the replica has been told already.
         """
         self._table = TransferTable(
-            ObjectStoreTransport(checksums=config.kv_transfer_checksums),
+            ObjectStoreTransport.of(config),
             TransferMetrics(),
             max_bytes=config.kv_transfer_max_mib * MIB,
             lease_s=config.kv_transfer_timeout_s,

@@ -274,6 +274,13 @@ class EngineConfig(BaseModel):
     kv_transfer_max_mib: int = option(
         1024, "Most MiB of KV on its way from one prefill replica, or to one decode replica.", group=POOLS, ge=1
     )
+    kv_transfer_object_mib: float = option(
+        8.0,
+        "KV is gathered to so many MiB before it travels; 64 at most travel as one object.",
+        group=POOLS,
+        ge=0,
+        le=64,
+    )
     kv_transfer_checksums: bool = option(
         False, "Check KV that has been transferred, for debugging: it costs about as much as the transfer.", group=POOLS
     )

@@ -43,7 +43,7 @@ def build_api(config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, 
                 code="unhealthy",
                 headers={"Retry-After": RETRY_AFTER_S},
             )
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "degraded", "reason": state.reason} if state.degraded else {"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -21,7 +21,6 @@ from cluster.kv_transfer.messages import (
     PrefillOrder,
     TransferTicket,
 )
-from cluster.kv_transfer.object_store import MIN_OBJECT_BYTES
 from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
 from cluster.kv_transfer.transport import KVTransport
 from engine.kv_blocks import KVLostError, KVPayload
@@ -129,8 +128,9 @@ class Fetch:
     def _wants_another(self, num_bytes: int) -> bool:
         if self._has_ended or self._arrived >= self._end:
             return False
-        expects = self._num_asked < self._num_delivered + WINDOW and self._num_asked * MIN_OBJECT_BYTES <= num_bytes
-        return expects or not self._num_awaited
+        has_room = self._num_asked < self._num_delivered + WINDOW
+        is_likely = self._num_asked * self._transport.min_bytes <= num_bytes
+        return (has_room and is_likely) or not self._num_awaited
 
     def _start(self, call: Coroutine[Any, Any, None]) -> None:
         self._calls.add(asyncio.create_task(call))

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
 from cluster.kv_transfer.messages import MAIN, KVPiece
 from cluster.kv_transfer.transport import KVTransport
+from engine.config import EngineConfig
 from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, LocalPayload
 
 MIB = 1 << 20
-MIN_OBJECT_BYTES = 8 * MIB
-"""Smaller pieces are gathered in one object: each costs a call."""
 MAX_OBJECT_BYTES = 64 * MIB
-"""Larger ones are cut, so that transfer begins early and no allocation in the store is huge."""
 
 
 class ObjectStoreTransport(KVTransport):
-    def __init__(self, *, checksums: bool, max_object_bytes: int = MAX_OBJECT_BYTES) -> None:
+    def __init__(self, *, checksums: bool, min_bytes: int, max_bytes: int = MAX_OBJECT_BYTES) -> None:
+        self.min_bytes = min_bytes
+        self.max_bytes = max_bytes
         self._checksums = checksums
-        self._max_object_bytes = max_object_bytes
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        return cls(checksums=config.kv_transfer_checksums, min_bytes=int(config.kv_transfer_object_mib * MIB))
 
     def pack(self, start: int, shares: Sequence[KVBlocks]) -> list[KVPiece]:
         num_tokens = shares[0].num_tokens
         per_token = max(1, sum(share.data.nbytes for share in shares) // num_tokens)
-        step = max(1, min(num_tokens, self._max_object_bytes // per_token))
+        step = max(1, min(num_tokens, self.max_bytes // per_token))
         return [
             self._piece(start + first, [_cut(share, first, first + step) for share in shares])
             for first in range(0, num_tokens, step)

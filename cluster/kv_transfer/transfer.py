@@ -14,7 +14,6 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from cluster.kv_transfer.messages import KVChunk, KVPiece, NoChunk
-from cluster.kv_transfer.object_store import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES
 from cluster.kv_transfer.transport import KVTransport
 from engine.errors import first_line
 from engine.kv_connector import KVExport
@@ -92,12 +91,12 @@ class Transfer:
     def _gather(self, pieces: list[KVPiece]) -> None:
         for piece in pieces:
             held = sum(one.num_bytes for one in self._gathered)
-            if held + piece.num_bytes > MAX_OBJECT_BYTES:
+            if held + piece.num_bytes > self._transport.max_bytes:
                 self._make_chunk()
                 held = 0
             self._gathered.append(piece)
             self.num_bytes += piece.num_bytes
-            if held + piece.num_bytes >= MIN_OBJECT_BYTES:
+            if held + piece.num_bytes >= self._transport.min_bytes:
                 self._make_chunk()
         if self.num_bytes > self._max_bytes:
             self.fail(f"{self.num_bytes} bytes of KV were not fetched in time (kv_transfer_max_mib)")

@@ -15,11 +15,19 @@ from engine.kv_blocks import KVBlocks, KVPayload
 
 
 class KVTransport(ABC):
-    """Both methods may take long and run on worker threads."""
+    """Methods may take long and run on worker threads.
+
+    Attributes:
+        min_bytes: smaller pieces are gathered, as every object costs a call.
+        max_bytes: larger ones are cut, so that transfer begins early and no allocation is huge.
+    """
+
+    min_bytes: int
+    max_bytes: int
 
     @abstractmethod
     def pack(self, start: int, shares: Sequence[KVBlocks]) -> list[KVPiece]:
-        """Makes pieces, none larger than one object may be, of the KV of consecutive tokens from `start` on."""
+        """Makes pieces of at most `max_bytes` of the KV of consecutive tokens from `start` on."""
 
     @abstractmethod
     def unpack(self, piece: KVPiece) -> KVPayload:

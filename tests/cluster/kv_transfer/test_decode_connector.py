@@ -1,0 +1,197 @@
+"""The decode side: what is asked for, what arrives in which order, and what happens when it does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from cluster.kv_transfer.decode_connector import DecodeConnector
+from cluster.kv_transfer.metrics import TransferMetrics
+from cluster.kv_transfer.object_store import ObjectStoreTransport
+from cluster.kv_transfer.prefill_pool import PrefillError
+from cluster.kv_transfer.threshold import FIRST_GUESS, LARGEST, PrefillThreshold
+from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
+from tests.cluster.kv_transfer.kv import FORMAT, LocalPool, demand
+
+CALLS = 1 + 1 + 5
+"""Of a fetch of 50 tokens: a choice, the prompt, five chunks."""
+
+
+class Engine:
+    """Takes events as the engine's thread does."""
+
+    def __init__(self, connector: DecodeConnector) -> None:
+        self.connector = connector
+        self.seen: list[KVEvent] = []
+        self._news = threading.Event()
+        connector.attach(self._news.set)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, self.seen
+            self._news.wait(0.05)
+            self._news.clear()
+            self.seen += self.connector.events()
+
+    def completed(self) -> KVComplete:
+        """Waits for the last event."""
+        self.until(lambda: bool(self.seen) and isinstance(self.seen[-1], KVComplete))
+        last = self.seen[-1]
+        assert isinstance(last, KVComplete)
+        return last
+
+    def arrived(self, start: int = 0) -> int:
+        """Up to which token KV has arrived, each with its own content."""
+        for event in self.seen:
+            if isinstance(event, KVArrived):
+                assert event.start == start
+                for share in event.payload.shares():
+                    assert (share.data[0, 1, 0, :, 0] == range(event.start, event.end)).all()
+                start = event.end
+        return start
+
+
+@contextmanager
+def engine(
+    pool: LocalPool, *, min_tokens: int = 20, timeout_s: float = 0.3, max_bytes: int = 1 << 30
+) -> Iterator[Engine]:
+    connector = DecodeConnector(
+        "d",
+        lambda: FORMAT,
+        lambda: pool,
+        ObjectStoreTransport(checksums=True, min_bytes=pool.min_bytes),
+        PrefillThreshold(min_tokens),
+        TransferMetrics(),
+        max_bytes=max_bytes,
+        timeout_s=timeout_s,
+    )
+    try:
+        yield Engine(connector)
+    finally:
+        connector.close()
+
+
+def failures(subject: Engine) -> dict[str, float]:
+    counts = subject.connector.metrics().labelled["kv_transfer_failures"]
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def test_all_kv_arrives_in_order_and_the_token_after_it_comes_last() -> None:
+    pool = LocalPool(chunk_s=0.01)
+    with engine(pool) as subject:
+        assert subject.connector.fetch(demand(50, 8)) == 50
+        assert subject.completed() == KVComplete(request_id="r", next_token_id=77, num_cached_tokens=4)
+        assert subject.arrived(8) == 50
+        assert failures(subject) == {}
+    [order] = pool.orders
+    assert order.num_bytes == 42 * FORMAT.bytes_per_token
+    assert order.request.sampling == replace(demand(50).request.sampling, max_tokens=1)
+    assert order.request.export_from == 8
+    assert pool.closed == [order.request.request_id] != ["r"]
+
+
+def test_a_short_suffix_is_not_worth_asking_for() -> None:
+    with engine(LocalPool()) as subject:
+        assert subject.connector.fetch(demand(50, 31)) is None
+        assert subject.connector.fetch(demand(19)) is None
+
+
+def test_of_a_request_that_goes_on_the_prompt_is_fetched_and_no_token() -> None:
+    asked = demand(50)
+    resumed = KVDemand(
+        request=replace(asked.request, output_token_ids=(9, 9)),
+        token_ids=(*asked.token_ids, 9, 9),
+        num_cached_tokens=0,
+        block_hashes=(),
+    )
+    with engine(LocalPool()) as subject:
+        assert subject.connector.fetch(resumed) == 50
+        assert subject.completed().next_token_id is None
+        assert subject.arrived() == 50
+
+
+@pytest.mark.parametrize("call", range(CALLS))
+def test_wherever_prefill_dies_what_has_arrived_counts_and_the_engine_hears_it(call: int) -> None:
+    pool = LocalPool(fails_at=call, chunk_s=0.002)
+    with engine(pool) as subject:
+        subject.connector.fetch(demand(50))
+        last = subject.completed()
+        assert last.next_token_id is None
+        assert last.failure == "killed"
+        assert subject.arrived() % 10 == 0
+        assert failures(subject) == {"unavailable": 1}
+        assert subject.connector.fetch(demand(50)) is None  # for a while, nobody is asked
+    assert len(pool.closed) == (call > 0)
+
+
+@pytest.mark.parametrize("call", range(CALLS))
+def test_wherever_prefill_hangs_decode_waits_no_longer_than_its_deadline(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.kv_transfer.fetch.CHOICE_TIMEOUT_S", 0.1)
+    with engine(LocalPool(hangs_at=call, chunk_s=0.002), timeout_s=0.1) as subject:
+        started = time.monotonic()
+        subject.connector.fetch(demand(50))
+        assert subject.completed().failure
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("call", range(2, CALLS))
+def test_a_lost_object_is_asked_for_once_more(call: int) -> None:
+    with engine(LocalPool(fails_at=call, failure=PrefillError("lost", "evicted"), chunk_s=0.002)) as subject:
+        subject.connector.fetch(demand(50))
+        assert subject.completed().failure is None
+        assert subject.arrived() == 50
+
+
+def test_a_full_queue_at_prefill_is_no_reason_not_to_ask_again() -> None:
+    pool = LocalPool(fails_at=1, failure=PrefillError("overloaded", "too many requests are waiting"))
+    with engine(pool) as subject:
+        subject.connector.fetch(demand(50))
+        assert subject.completed().failure == "too many requests are waiting"
+        assert subject.connector.fetch(demand(50)) == 50
+
+
+def test_a_request_that_ends_gets_no_event_and_may_come_again_under_its_name() -> None:
+    pool = LocalPool(chunk_s=0.02)
+    with engine(pool) as subject:
+        subject.connector.fetch(demand(50))
+        subject.until(lambda: len(subject.seen) == 2)
+        subject.connector.cancel("r")
+        assert subject.connector.events() == []
+        subject.seen.clear()
+        subject.connector.fetch(demand(50, 8))
+        assert subject.completed().next_token_id == 77
+        assert subject.arrived(8) == 50
+    assert len(pool.closed) == 2
+    assert len(set(pool.closed)) == 2
+
+
+def test_many_at_once_are_bounded_in_bytes_and_all_end() -> None:
+    with engine(LocalPool(chunk_s=0.001), max_bytes=60 * FORMAT.bytes_per_token, timeout_s=5) as subject:
+        for number in range(10):
+            assert subject.connector.fetch(demand(50, name=f"r{number}")) == 50
+        subject.until(lambda: sum(isinstance(event, KVComplete) for event in subject.seen) == 10)
+        assert all(event.failure is None for event in subject.seen if isinstance(event, KVComplete))
+        subject.until(lambda: subject.connector.metrics().values["kv_transfers_open"] == 0)
+        assert subject.connector.metrics().values["kv_transfer_bytes_in_flight"] == 0
+
+
+def test_the_threshold_is_where_computing_a_prompt_takes_as_long_as_having_it_computed() -> None:
+    threshold = PrefillThreshold(None)
+    assert threshold.tokens == FIRST_GUESS
+    for _ in range(10):
+        threshold.learn(num_computed=1000, compute_s=0.1, overhead_s=0.02)
+    assert threshold.tokens == 200
+    for _ in range(100):
+        threshold.learn(num_computed=1000, compute_s=0.1, overhead_s=90)
+    assert threshold.tokens == LARGEST
+    fixed = PrefillThreshold(5)
+    fixed.learn(num_computed=1000, compute_s=0.1, overhead_s=0.02)
+    assert fixed.tokens == 5
