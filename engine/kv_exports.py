@@ -35,8 +35,10 @@ class KVExports:
     def after_dispatch(self, chunks: Sequence[Chunk]) -> None:
         """These chunks have just been dispatched."""
         for chunk in chunks:
-            if chunk.state.request.export_from is not None:
-                self._export(chunk.state, min(chunk.end, chunk.state.prompt_len))
+            request = chunk.state.request
+            if request.export_from is not None:
+                known = len(request.prompt_token_ids) + len(request.output_token_ids)
+                self._export(chunk.state, min(chunk.end, known))
 
     def after_collect(self, computed: Sequence[HashedBlock]) -> None:
         """These prompt blocks have become findable; no later step has been planned yet."""

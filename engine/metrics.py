@@ -63,7 +63,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = (
     _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
     _counter("kv_imported_tokens", "Tokens whose KV came from another engine or from the prefix store."),
     _counter("kv_import_failures", "Times KV that was to come from elsewhere did not, and was computed here."),
-    _counter("kv_exported_tokens", "Prompt tokens whose KV was handed out to another engine."),
+    _counter("kv_exported_tokens", "Tokens whose KV was handed out to another engine."),
     _counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
     _counter("generation_tokens", "Tokens generated."),
     _counter("request_success", "Requests that ended, by reason.", label="finished_reason"),

@@ -69,7 +69,7 @@ class EngineRequest:
     cache_salt: str = ""
     """Keeps the prefix cache of one tenant apart from another's."""
     export_from: int | None = None
-    """Hand out the KV of the prompt's tokens from this one on, as they are computed (a prefill replica's requests)."""
+    """Hand out the KV of prompt and known output tokens from this one on, as it is computed (for a decode replica)."""
     arrival_time: float = field(default_factory=time.time)  # seconds since the epoch
 
 

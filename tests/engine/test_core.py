@@ -28,8 +28,11 @@ class Engine:
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.emitted: list[list[RequestOutput]] = []
         self.arrived = threading.Condition()
-        self.core = EngineCore(self.config, self.backend, self._emit)
+        self.core = self.create_core(self.config, self.backend)
         self.info = self.core.load()
+
+    def create_core(self, config: EngineConfig, backend: MockBackend) -> EngineCore:
+        return EngineCore(config, backend, self._emit)
 
     def _emit(self, outputs: list[RequestOutput]) -> None:
         with self.arrived:
