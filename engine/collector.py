@@ -29,9 +29,9 @@ class Collector:
         finish: Callable[[RequestState], None],
         clock: Callable[[], float],
         *,
-        keeps_computed: bool = False,
+        keeps_computed: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`keeps_computed`: list the prompt blocks that become findable, for `take_computed`."""
+        """`keeps_computed`: which prompt blocks, by their hash, to list for `take_computed` as they become findable."""
         self._table = table
         self._pool = pool
         self._block_size = table.block_size
@@ -106,7 +106,8 @@ class Collector:
             for index in range(state.num_registered_blocks, count):
                 block = state.block_ids[index]
                 is_new = self._pool.register(block, hashes[index])
-                if is_new and self._keeps_computed and (index + 1) * self._block_size <= state.prompt_len:
+                is_prompt = (index + 1) * self._block_size <= state.prompt_len
+                if is_new and is_prompt and self._keeps_computed is not None and self._keeps_computed(hashes[index]):
                     self._computed.append((hashes[index], block))
             state.num_registered_blocks = count
 

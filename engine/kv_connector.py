@@ -99,17 +99,20 @@ class KVConnector(ABC):
         """Takes full blocks that the next step overwrites, those for which `keeps` said so, one behind the other."""
 
     def computed(self, block_hashes: Sequence[bytes], blocks: PendingBlocks) -> None:  # noqa: B027
-        """Takes full prompt blocks that this engine has just computed, one behind the other, if `wants_computed`.
+        """Takes full prompt blocks that this engine has just computed, those for which `keeps` said so.
 
-        They may be of several requests.
+        They may be of several requests. Comes only if `wants_computed`.
         """
 
     def keeps(self, block_hash: bytes) -> bool:  # noqa: ARG002
-        """Whether an evicted block should be read out before it is overwritten."""
+        """Whether a block that was computed, or is about to be overwritten, should be read out.
+
+        Each yes is followed by `computed` or `evicted` with that block.
+        """
         return False
 
     wants_computed: bool = False
-    """Whether `computed` is to be called."""
+    """Whether `keeps` is asked about blocks that were computed, too."""
 
     def metrics(self) -> MetricsSnapshot:
         """What is measured here, beside the engine's own; any thread."""

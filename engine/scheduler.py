@@ -84,7 +84,7 @@ class Scheduler:
             metrics,
             self.finish,
             clock,
-            keeps_computed=exchange is not None and exchange.connector.wants_computed,
+            keeps_computed=exchange.connector.keeps if exchange and exchange.connector.wants_computed else None,
         )
         self._imports = KVImports(
             exchange,
