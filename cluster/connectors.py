@@ -15,9 +15,12 @@ from cluster.kv_transfer.prefill_pool import ServePrefillPool
 from cluster.kv_transfer.table import TransferTable
 from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.metrics_text import ReplicaLabels
+from cluster.prefix_store.connector import PrefixStoreConnector
+from cluster.prefix_store.ray_client import RayStoreClient
+from cluster.prefix_store.store_first import StoreFirst
 from cluster.roles import Role
 from engine.backend import Backend
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.kv_connector import KVConnector
 from engine.pools import prefill_config
 
@@ -38,6 +41,21 @@ def create_connector(
         prefill: the pool that a decode replica asks.
         transfers: where a prefill replica's KV goes.
     """
+    pools = _pools_connector(config, replica, backend, prefill, transfers)
+    if config.kv_store is None:
+        return pools
+    capacity = None if config.kv_store_gib is None else int(config.kv_store_gib * GIB)
+    store = PrefixStoreConnector(config, backend, RayStoreClient(replica.application, replica.replica, capacity))
+    return store if pools is None else StoreFirst(store, pools)
+
+
+def _pools_connector(
+    config: EngineConfig,
+    replica: ReplicaLabels,
+    backend: Backend,
+    prefill: DeploymentHandle[Any] | None,
+    transfers: TransferTable | None,
+) -> KVConnector | None:
     if transfers is not None:
         return PrefillConnector(transfers)
     if prefill is not None:

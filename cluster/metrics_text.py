@@ -16,10 +16,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from cluster.kv_transfer.metrics import TRANSFER_DEFINITIONS
+from cluster.prefix_store.metrics import STORE_DEFINITIONS
 from cluster.replica_metrics import REPLICA_DEFINITIONS, has
 from engine.metrics import DEFINITIONS, HistogramSnapshot, MetricDefinition, MetricsSnapshot
 
-OWN_METRICS = frozenset({"compilations_after_warmup", *(item.name for item in TRANSFER_DEFINITIONS)})
+OWN_METRICS = frozenset(
+    {"compilations_after_warmup", *(item.name for item in TRANSFER_DEFINITIONS + STORE_DEFINITIONS)}
+)
 """Metrics that vLLM does not have."""
 
 LABELS = ("model_name", "application", "replica", "role")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cluster.kv_transfer.metrics import TRANSFER_DEFINITIONS
+from cluster.prefix_store.metrics import STORE_DEFINITIONS
 from engine.metrics import DEFINITIONS, MetricDefinition, MetricsSnapshot
 
-REPLICA_DEFINITIONS: tuple[MetricDefinition, ...] = DEFINITIONS + TRANSFER_DEFINITIONS
+REPLICA_DEFINITIONS: tuple[MetricDefinition, ...] = DEFINITIONS + TRANSFER_DEFINITIONS + STORE_DEFINITIONS
 """Of all roles. A replica's snapshot has those of its own."""
 
 

@@ -349,6 +349,9 @@ class EngineConfig(BaseModel):
     mock_prefill_ms_per_token: float = option(
         0.0, "Time the mock backend takes for each prefill token, in ms.", group=MOCK, ge=0
     )
+    mock_kv_bytes_per_token: int = option(
+        8, "What the mock backend hands out as a token's KV, in bytes.", group=MOCK, ge=8, multiple_of=8
+    )
 
     @field_validator(
         "disagg_topo", "topology", "prefill_topology", "served_model_name", "tokenizer", "chat_template", mode="before"
@@ -360,7 +363,6 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_built(self) -> Self:
         unavailable = {
-            "kv_store": self.kv_store is not None,
             "enable_lora": self.enable_lora,
             "max_lora_rank": self.max_lora_rank != 16,
             "enable_lora_cache": not self.enable_lora_cache,

@@ -10,19 +10,20 @@ What is read: a prompt's blocks behind those that are here, if the store has eno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.prefix_store.chains import RecentChains
 from cluster.prefix_store.client import StoreClient
-from cluster.prefix_store.counters import Counters
 from cluster.prefix_store.follower import Follower
 from cluster.prefix_store.identity import space_of
+from cluster.prefix_store.metrics import StoreMetrics
 from cluster.prefix_store.reader import Reader
 from cluster.prefix_store.writer import Writer
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.kv_blocks import PendingBlocks
 from engine.kv_connector import KVConnector, KVDemand, KVEvent
+from engine.metrics import MetricsSnapshot
 
 
 class PrefixStoreConnector(KVConnector):
@@ -34,17 +35,17 @@ class PrefixStoreConnector(KVConnector):
         self._config = config
         self._backend = backend
         self._client = client
-        self._counters = Counters()
+        self._metrics = StoreMetrics()
         self._chains = RecentChains()
         self._block_size = config.block_size
         self._min_blocks = -(-config.kv_store_min_tokens // config.block_size)
-        self._follower = Follower(client, self._identify)
+        self._follower = Follower(client, self._identify, self._metrics)
 
     def attach(self, wake: Callable[[], None]) -> None:
         bytes_per_block = self._backend.kv_format().bytes_per_token * self._block_size
         size = {"block_size": self._block_size, "bytes_per_block": bytes_per_block}
-        self._reader = Reader(self._client, self._counters, wake, **size)
-        self._writer = Writer(self._client, self._follower, self._chains, self._counters, **size)
+        self._reader = Reader(self._client, self._metrics, wake, **size)
+        self._writer = Writer(self._client, self._follower, self._chains, self._metrics, **size)
         self._follower.start()
 
     def _identify(self) -> bytes:
@@ -81,8 +82,8 @@ class PrefixStoreConnector(KVConnector):
     def computed(self, block_hashes: Sequence[bytes], blocks: PendingBlocks) -> None:
         self._writer.put(block_hashes, blocks, reverse=False)
 
-    def counters(self) -> Mapping[str, float]:
-        return self._counters.values()
+    def metrics(self) -> MetricsSnapshot:
+        return self._metrics.snapshot()
 
     def close(self) -> None:
         self._follower.close()

@@ -115,12 +115,12 @@ class Directory(Generic[Content]):
 
     def changes(self, space: bytes, since: Version) -> Changes:
         """What a replica that knows version `since` must learn."""
-        now = self.version(space)
+        now, used = self.version(space), sum(self._bytes.values())
         events = self._histories[space].since(since.number) if since.epoch == self._epoch else None
         if events is None:
-            return Changes(version=now, whole=True, added=tuple(self._places[space]))
+            return Changes(version=now, whole=True, used_bytes=used, added=tuple(self._places[space]))
         added, removed = events
-        return Changes(version=now, whole=False, added=added, removed=removed)
+        return Changes(version=now, whole=False, used_bytes=used, added=added, removed=removed)
 
     def stats(self, members: int = 0) -> StoreStats:
         return StoreStats(

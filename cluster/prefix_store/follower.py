@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.prefix_store.client import StoreClient, StoreError
 from cluster.prefix_store.messages import Changes, Version
+from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ class Follower:
         identify: says whose KV it is; may take long. What it raises means that the store can't be used.
     """
 
-    def __init__(self, client: StoreClient, identify: Callable[[], bytes]) -> None:
+    def __init__(self, client: StoreClient, identify: Callable[[], bytes], metrics: StoreMetrics) -> None:
         self._client = client
+        self._metrics = metrics
         self._identify = identify
         self._known: set[bytes] = set()
         self._closed = threading.Event()
@@ -78,6 +80,7 @@ class Follower:
                 logger.exception("following the prefix store failed")
                 self._warn(f"internal error: {first_line(error)}")
             self.space, self._known = None, set()
+            self._metrics.set(connected=0, used_bytes=0)
             pause_s = FIRST_PAUSE_S if time.monotonic() - began > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
             self._closed.wait(pause_s)
 
@@ -94,6 +97,7 @@ class Follower:
         else:
             self._known.difference_update(changes.removed)
             self._known.update(changes.added)
+        self._metrics.set(connected=1, used_bytes=changes.used_bytes)
 
     def _warn(self, problem: str) -> None:
         if not self._closed.is_set() and time.monotonic() - self._warned_at >= WARNING_INTERVAL_S:

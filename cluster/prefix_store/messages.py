@@ -39,6 +39,7 @@ class Changes:
 
     version: Version
     whole: bool  # `added` is everything there is; what was known before is void
+    used_bytes: int  # of all spaces
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
 

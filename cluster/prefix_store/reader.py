@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cluster.prefix_store.client import Found, StoreClient, StoredKVLostError, StoreError
-from cluster.prefix_store.counters import Counters
+from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
 from engine.kv_blocks import KVBlocks, LocalPayload
 from engine.kv_connector import KVArrived, KVComplete, KVEvent
@@ -52,14 +52,14 @@ class Reader:
     def __init__(
         self,
         client: StoreClient,
-        counters: Counters,
+        metrics: StoreMetrics,
         wake: Callable[[], None],
         *,
         block_size: int,
         bytes_per_block: int,
     ) -> None:
         self._client = client
-        self._counters = counters
+        self._metrics = metrics
         self._wake = wake
         self._block_size = block_size
         self._bytes_per_block = bytes_per_block
@@ -71,7 +71,7 @@ class Reader:
     def begin(self, space: bytes, request_id: str, start: int, block_hashes: Sequence[bytes]) -> bool:
         """Begins to fetch the blocks whose first token is `start`; False if too much is under way."""
         if len(self._fetches) >= MAX_FETCHES or time.monotonic() < self._resting_until:
-            self._counters.add(reads_dropped=1)
+            self._metrics.add(reads_dropped=1)
             return False
         fetch = _Fetch(request_id=request_id, start=start, block_hashes=block_hashes, arrived=start)
         self._fetches[request_id] = fetch
@@ -112,7 +112,8 @@ class Reader:
         except Exception as error:
             logger.exception("reading from the prefix store failed")
             failure = f"internal error: {first_line(error)}"
-        self._counters.add(
+        self._metrics.add(
+            reads=1,
             hit_tokens=fetch.arrived - fetch.start,
             read_seconds=time.monotonic() - fetch.begun,
             reads_dropped=int(failure is not None),
@@ -142,7 +143,7 @@ class Reader:
             raise
         blocks = [_cut(share, run.first * size, (run.first + run.count) * size) for share in shares]
         start, fetch.arrived = fetch.arrived, fetch.arrived + run.count * size
-        self._counters.add(read_bytes=sum(share.data.nbytes for share in blocks))
+        self._metrics.add(read_bytes=sum(share.data.nbytes for share in blocks))
         payload = LocalPayload(blocks=blocks)
         self._post(fetch, KVArrived(request_id=fetch.request_id, start=start, end=fetch.arrived, payload=payload))
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from cluster.prefix_store.chains import RecentChains
 from cluster.prefix_store.client import StoreClient, StoreError
-from cluster.prefix_store.counters import Counters
 from cluster.prefix_store.follower import Follower
+from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
 from engine.kv_blocks import KVBlocks, PendingBlocks
 
@@ -53,7 +53,7 @@ class Writer:
         client: StoreClient,
         follower: Follower,
         chains: RecentChains,
-        counters: Counters,
+        metrics: StoreMetrics,
         *,
         block_size: int,
         bytes_per_block: int,
@@ -61,7 +61,7 @@ class Writer:
         self._client = client
         self._follower = follower
         self._chains = chains
-        self._counters = counters
+        self._metrics = metrics
         self._block_size = block_size
         self._bytes_per_block = bytes_per_block
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class Writer:
         room = MAX_WAITING_BYTES if self._chains.is_popular(block_hash) else MAX_WAITING_BYTES // 2
         with self._lock:
             if self._waiting_bytes + self._bytes_per_block > room:
-                self._counters.add(writes_dropped=1)
+                self._metrics.add(write_blocks_dropped=1)
                 return False
             self._waiting_bytes += self._bytes_per_block
             self._on_way.add(block_hash)
@@ -124,7 +124,7 @@ class Writer:
         size = max(1, SEGMENT_BYTES // self._bytes_per_block)
         for start in range(0, len(blocks), size):
             self._write(blocks[start : start + size])
-        self._counters.add(write_seconds=time.monotonic() - began)
+        self._metrics.add(write_seconds=time.monotonic() - began)
         with self._lock:
             for item in items:
                 self._waiting_bytes -= len(item.block_hashes) * self._bytes_per_block
@@ -144,7 +144,7 @@ class Writer:
         space = self._follower.space
         hashes = [block.block_hash for block in blocks]
         if space is None or self._closed.is_set():
-            self._counters.add(writes_dropped=len(hashes))
+            self._metrics.add(write_blocks_dropped=len(hashes))
             return
         shares = gather(blocks, self._block_size)
         try:
@@ -154,10 +154,10 @@ class Writer:
             return
         if added:
             self._follower.learn(hashes)
-            self._counters.add(written_bytes=sum(share.data.nbytes for share in shares))
+            self._metrics.add(written_bytes=sum(share.data.nbytes for share in shares))
 
     def _dropped(self, count: int, error: Exception) -> None:
-        self._counters.add(writes_dropped=count)
+        self._metrics.add(write_blocks_dropped=count)
         logger.debug("%d blocks are not stored: %s", count, first_line(error))
 
 

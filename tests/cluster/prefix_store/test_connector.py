@@ -113,8 +113,8 @@ def test_a_prefix_that_one_replica_computed_reaches_another(connect: Connect) ->
     events = all_events(other)
     assert blocks_in(events) == [1, 2, 3]
     assert events[-1] == KVComplete(request_id="r", num_cached_tokens=3 * BLOCK_SIZE)
-    assert other.counters()["kv_store_hit_tokens"] == 3 * BLOCK_SIZE
-    assert one.counters()["kv_store_written_bytes"] == 3 * BLOCK_BYTES
+    assert other.metrics().values["kv_store_hit_tokens"] == 3 * BLOCK_SIZE
+    assert one.metrics().values["kv_store_written_bytes"] == 3 * BLOCK_BYTES
 
 
 def test_only_what_is_not_here_is_fetched_from_the_middle_of_what_is_stored(connect: Connect) -> None:
@@ -193,7 +193,7 @@ def test_a_slow_store_keeps_nobody_waiting_and_is_left_in_peace(
     assert isinstance(complete, KVComplete)
     assert complete.failure
     assert connector.fetch(demand(1, 2, 3, request_id="next")) is None
-    assert connector.counters()["kv_store_reads_dropped"] == 2
+    assert connector.metrics().values["kv_store_reads_dropped"] == 2
     store.delay_s = 0.0
 
 
@@ -256,7 +256,7 @@ def test_what_waits_to_be_written_is_bounded_and_popular_blocks_have_half_of_it_
     blocks = Unread(*taken)
     connector.computed(hashes(*taken), blocks)
     assert not connector.keeps(hashes(3)[0])
-    assert connector.counters()["kv_store_writes_dropped"] == 3
+    assert connector.metrics().values["kv_store_write_blocks_dropped"] == 3
     blocks.given.set()
     eventually(lambda: len(store.segments) == 1)
     eventually(lambda: connector.keeps(hashes(3)[0]))
@@ -272,7 +272,7 @@ def test_a_block_that_can_not_be_read_out_is_dropped(connect: Connect) -> None:
     connector = connect(store)
     assert connector.keeps(hashes(1)[0])
     connector.computed(hashes(1), Broken())
-    eventually(lambda: connector.counters()["kv_store_writes_dropped"] == 1)
+    eventually(lambda: connector.metrics().values["kv_store_write_blocks_dropped"] == 1)
     store_blocks(connector, 1)
 
 
