@@ -10,7 +10,7 @@ import numpy as np
 from backends.mock.checks import BatchChecker
 from backends.mock.cost import MockCost
 from backends.mock.device import MockDevice
-from backends.mock.kv_exchange import FORMAT, MockBlocks, entries_of
+from backends.mock.kv_exchange import MockBlocks, entries_of, format_of
 from engine.backend import Backend, BackendError, BackendInfo, Capabilities, PendingStep, Progress, no_progress
 from engine.batch import Int32, LogprobArrays, StepBatch, StepResult
 from engine.config import EngineConfig
@@ -68,7 +68,7 @@ class MockBackend(Backend):
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            bytes_per_block=8 * config.block_size,
+            bytes_per_block=config.mock_kv_bytes_per_token * config.block_size,
             max_step_tokens=step_tokens,
             max_step_rows=config.max_decode_seqs,
             max_prefill_rows=config.max_prefill_seqs or config.max_decode_seqs,
@@ -107,14 +107,14 @@ class MockBackend(Backend):
         return _MockStep(result, self._busy_until)
 
     def kv_format(self) -> KVFormat:
-        return FORMAT
+        return format_of(self._config.mock_kv_bytes_per_token)
 
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
         entries = self._ready.kv[list(block_ids)].reshape(-1)[offset : offset + num_tokens]
-        return MockBlocks(entries, self._busy_until)
+        return MockBlocks(entries, self.kv_format(), self._busy_until)
 
     def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
-        entries = entries_of(payload)
+        entries = entries_of(payload, self.kv_format())
         places = np.arange(offset, offset + len(entries))
         blocks, offsets = np.array(block_ids)[places // self._config.block_size], places % self._config.block_size
         self._ready.kv[blocks, offsets] = entries
