@@ -13,11 +13,12 @@ usage: sliceserve COMMAND [--flag=value ...]
 Serve open language models on TPUs, AWS Neuron and CPUs.
 
 commands:
-  serve    start a server on this machine
-  chat     talk to a running server in the terminal
-  bench    put load on a server and measure it
-  plan     find out what a model needs and can reach on TPU slices, without one
-  compile  compile a deployment's programs for a TPU slice, without one
+  serve     start a server on this machine
+  chat      talk to a running server in the terminal
+  bench     put load on a server and measure it
+  plan      find out what a model needs and can reach on TPU slices, without one
+  compile   compile a deployment's programs for a TPU slice, without one
+  simulate  find out what a cluster would do under some load, in virtual time
 
 sliceserve COMMAND --help lists a command's flags; sliceserve --version prints the version.
 """
@@ -75,12 +76,19 @@ def _compile(argv: Sequence[str]) -> int:
     return compile_command(argv)
 
 
+def _simulate(argv: Sequence[str]) -> int:
+    from cluster.cli.simulate import simulate_command
+
+    return simulate_command(argv)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "chat": _chat,
     "bench": _bench,
     "plan": _plan,
     "compile": _compile,
+    "simulate": _simulate,
 }
 
 

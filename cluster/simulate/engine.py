@@ -1,0 +1,175 @@
+"""SimulatedEngine: EngineCore's loop in virtual time, around the real Scheduler.
+
+The order of things is EngineCore's: requests that have come are taken in, a step is scheduled and dispatched, and then
+the step before it is waited for (Capabilities.overlap). tests/cluster/simulate compares the two step by step. There is
+no device: a step takes as long as its cost says, and every sampled token is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cluster.simulate.models import EngineModel
+from cluster.simulate.timeline import Timeline
+from engine.batch import Int32, StepBatch, StepResult
+from engine.core import QueueFullError
+from engine.metrics import EngineMetrics, MetricsSnapshot
+from engine.news import CacheJournal, EngineNews
+from engine.request import EngineRequest, RequestOutput
+from engine.running import RequestState
+from engine.scheduler import ScheduledStep, Scheduler
+
+SAMPLED = 1
+"""The token that is always sampled. Prompts that go on with an answer are made of it, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    step: ScheduledStep
+    done_at: float
+
+
+class SimulatedEngine:
+    def __init__(
+        self,
+        model: EngineModel,
+        timeline: Timeline,
+        emit: Callable[[list[RequestOutput]], None],
+        *,
+        journal: bool = False,
+    ) -> None:
+        """
+        Args:
+            emit: called as EngineCore calls it: once per step, with the outputs of all requests.
+            journal: whether somebody takes the news, which tell what changes in the cache.
+        """
+        self._model = model
+        self._timeline = timeline
+        self._emit = emit
+        self.metrics = EngineMetrics(slo_ttft_ms=model.slo_ttft_ms, slo_tpot_ms=model.slo_tpot_ms)
+        self._journal = CacheJournal() if journal else None
+        self._scheduler = Scheduler(model.limits, model.info, self.metrics, clock=timeline, journal=self._journal)
+        self._live: dict[str, RequestState] = {}
+        self._submitted: list[RequestState] = []
+        self._in_flight: _Dispatched | None = None  # nobody waits for it yet
+        self._awaited: _Dispatched | None = None
+        self._device_free_at = 0.0
+        self._is_awake = False
+        self._is_stopped = False
+        self._sampled: Int32 = np.full(model.limits.running, SAMPLED, np.int32)
+        self.busy_s = 0.0  # of the device
+        self.num_steps = 0
+        self.num_tokens = 0  # computed: prompts and decoding
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """The metrics, as EngineCore gives them."""
+        metrics, running = self.metrics, self._scheduler.num_running
+        metrics.num_requests_running = running
+        metrics.num_requests_waiting = max(0, len(self._live) - running)
+        metrics.num_tokens_waiting = sum(s.num_tokens for s in self._live.values() if not s.first_token_time)
+        metrics.kv_cache_usage_perc = self._scheduler.kv_usage
+        return metrics.snapshot()
+
+    def news(self) -> EngineNews:
+        """What there is to tell since the last call, as EngineCore tells it."""
+        load = self._scheduler.load
+        load = replace(load, waiting=max(load.waiting, len(self._live) - load.running))
+        return EngineNews(load=load, cache={} if self._journal is None else self._journal.take())
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            QueueFullError: as many as allowed are here.
+        """
+        if len(self._live) >= self._model.limits.live:
+            raise QueueFullError(f"{len(self._live)} requests are running and waiting")
+        info = self._model.info
+        state = RequestState(
+            request, eos_token_ids=info.eos_token_ids, max_model_len=info.max_model_len, clock=self._timeline
+        )
+        self._live[state.request_id] = state
+        self._submitted.append(state)
+        if not self._is_awake:
+            self._is_awake = True
+            self._timeline.at(self._timeline.now, self._turn)
+
+    def stop(self) -> list[EngineRequest]:
+        """The engine is gone at once. Returns its requests, with the tokens that have left it."""
+        self._is_stopped = True
+        live, self._live = list(self._live.values()), {}
+        return [_with_outputs(state) for state in live]
+
+    # -- the loop
+
+    def _turn(self) -> None:
+        """From one wait of EngineCore's thread to its next one."""
+        if self._is_stopped:
+            return
+        if self._awaited is not None:
+            awaited, self._awaited = self._awaited, None
+            self._deliver(self._scheduler.collect(awaited.step, self._result(awaited.step.batch)))
+        while True:
+            outputs = self._take_in()
+            scheduled = self._scheduler.schedule()
+            pending = None if scheduled is None else self._dispatch(scheduled)
+            if self._model.info.capabilities.overlap:
+                ready, self._in_flight = self._in_flight, pending
+            else:
+                ready = pending
+            self._deliver(outputs)
+            if ready is not None:
+                self._awaited = ready
+                self._timeline.at(ready.done_at, self._turn)
+                return
+            if pending is None:
+                break
+        if self._scheduler.has_work:
+            raise RuntimeError("the scheduler has requests and nothing to do")
+        self._is_awake = bool(self._submitted)  # by whoever heard of the last outputs
+        if self._is_awake:
+            self._timeline.at(self._timeline.now, self._turn)
+
+    def _take_in(self) -> list[RequestOutput]:
+        submitted, self._submitted = self._submitted, []
+        outputs = []
+        for state in submitted:
+            self._scheduler.add(state)
+            reason = state.finished_before_start()
+            if reason is not None:
+                self._scheduler.finish(state)
+                outputs.append(RequestOutput(request_id=state.request_id, finish_reason=reason))
+        return outputs
+
+    def _dispatch(self, scheduled: ScheduledStep) -> _Dispatched:
+        cost_s = self._model.clock.step_s(scheduled.batch)
+        self._device_free_at = max(self._device_free_at, self._timeline.now) + cost_s
+        self.busy_s += cost_s
+        self.num_steps += 1
+        self.num_tokens += scheduled.batch.num_tokens
+        return _Dispatched(scheduled, self._device_free_at)
+
+    def _result(self, batch: StepBatch) -> StepResult:
+        sampled = self._sampled[: batch.num_rows]
+        if not batch.is_decode_only:
+            sampled = np.where(batch.samples, sampled, np.int32(-1))
+        return StepResult(step=batch.step, token_ids=sampled)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        outputs = [output for output in outputs if output.request_id in self._live]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+        if outputs:
+            self._emit(outputs)
+
+
+def _with_outputs(state: RequestState) -> EngineRequest:
+    return replace(state.request, output_token_ids=tuple(state.token_ids[state.prompt_len :]))
