@@ -36,7 +36,7 @@ HEALTH_CHECK_TIMEOUT_S = 10.0
 CONSTRUCTOR_TRIES = 2
 """Loading either works, or fails for a reason that another try does not change, or (rarely) the node died meanwhile."""
 
-ENGINE_CPUS = 0.5
+ENGINE_CPUS = 0.2
 INGRESS_CPUS = 0.1
 """What placement counts with. Small, so that everything fits a machine with one core; processes use what there is."""
 TPU_CHIPS = (1, 2, 4, 8)
