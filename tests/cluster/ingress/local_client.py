@@ -40,6 +40,7 @@ class LocalEngineClient:
         self._queues: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.aborted: list[str] = []
+        self.sessions: list[str] = []
 
     def start(self) -> None:
         self.core.load()
@@ -58,6 +59,7 @@ class LocalEngineClient:
 
     async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
         self._loop = asyncio.get_running_loop()
+        self.sessions.append(session)
         queue = self._queues[request.request_id] = asyncio.Queue()
         ended = False
         try:

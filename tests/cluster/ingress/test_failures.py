@@ -123,7 +123,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
 
 
 def test_time_up_in_the_engine_is_the_same_as_in_the_ingress(slow: LocalServer) -> None:
-    async def late(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def late(request: EngineRequest, **_: object) -> AsyncGenerator[RequestOutput, None]:
         yield RequestOutput(request_id=request.request_id, finish_reason=FinishReason.TIMEOUT, error="late")
 
     slow.client.generate = late  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def test_time_up_in_the_engine_is_the_same_as_in_the_ingress(slow: LocalServer) 
 def test_an_engine_that_goes_before_a_document_is_complete_is_a_503(
     slow: LocalServer, route: str, body: dict[str, object]
 ) -> None:
-    async def dies(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def dies(request: EngineRequest, **_: object) -> AsyncGenerator[RequestOutput, None]:
         yield RequestOutput(request_id=request.request_id, token_ids=(50,))
         yield RequestOutput(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=GONE)
 
@@ -150,7 +150,7 @@ def test_an_engine_that_goes_before_a_document_is_complete_is_a_503(
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, None])
 def test_an_answer_that_the_engine_cuts_off_is_a_500(slow: LocalServer, reason: FinishReason | None) -> None:
-    async def cuts_off(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def cuts_off(request: EngineRequest, **_: object) -> AsyncGenerator[RequestOutput, None]:
         yield RequestOutput(request_id=request.request_id, token_ids=(50,), finish_reason=reason)
 
     slow.client.generate = cuts_off  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def test_the_openai_client_raises_on_an_error_event() -> None:
 
 
 def test_a_bug_is_a_500_in_one_line(slow: LocalServer) -> None:
-    async def broken(request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+    async def broken(request: EngineRequest, **_: object) -> AsyncGenerator[RequestOutput, None]:
         raise ZeroDivisionError(f"secret detail of {request.request_id}")
         yield
 
