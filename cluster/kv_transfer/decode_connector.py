@@ -86,14 +86,13 @@ class DecodeConnector(KVConnector):
         self._thread.start()
 
     def fetch(self, demand: KVDemand) -> int | None:
-        # Of a request that goes on, the prompt is fetched: there is no token to sample after it.
-        end = len(demand.request.prompt_token_ids)
+        end = len(demand.token_ids)
         num_missing = end - demand.num_cached_tokens
         if num_missing < max(1, self._threshold.tokens) or time.monotonic() < self._rests_until:
             return None
         transfer = f"{self._replica}-{next(self._numbers)}"
         self._transfers[demand.request.request_id] = transfer
-        self._loop.call_soon_threadsafe(self._start, transfer, demand, end)
+        self._loop.call_soon_threadsafe(self._start, transfer, demand)
         return end
 
     def cancel(self, request_id: str) -> None:
@@ -127,8 +126,8 @@ class DecodeConnector(KVConnector):
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _start(self, transfer: str, demand: KVDemand, end: int) -> None:
-        task = self._tasks[transfer] = asyncio.create_task(self._run(transfer, demand, end))
+    def _start(self, transfer: str, demand: KVDemand) -> None:
+        task = self._tasks[transfer] = asyncio.create_task(self._run(transfer, demand))
         task.add_done_callback(lambda _: self._ended(transfer))
         self._metrics.open = len(self._tasks)
 
@@ -146,24 +145,23 @@ class DecodeConnector(KVConnector):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _run(self, transfer: str, demand: KVDemand, end: int) -> None:
+    async def _run(self, transfer: str, demand: KVDemand) -> None:
         """One fetch, whose last event is delivered whatever happens."""
         try:
-            await self._fetch(transfer, demand, end)
+            await self._fetch(transfer, demand)
         except PrefillError as error:
             self._failed(transfer, demand, error)
         except Exception as error:  # a bug must not leave the request waiting
             logger.exception("transfer %s", transfer)
             self._failed(transfer, demand, PrefillError("unavailable", f"internal error: {first_line(error)}"))
 
-    async def _fetch(self, transfer: str, demand: KVDemand, end: int) -> None:
+    async def _fetch(self, transfer: str, demand: KVDemand) -> None:
         self._pool = self._pool or self._make_pool()
-        num_tokens = end - demand.num_cached_tokens
+        num_tokens = len(demand.token_ids) - demand.num_cached_tokens
         num_bytes = num_tokens * self._bytes_per_token
         fetch = Fetch(
             transfer,
             demand,
-            end,
             self._pool,
             self._transport,
             timeout_s=self._timeout_s,

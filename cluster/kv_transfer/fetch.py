@@ -53,7 +53,6 @@ class Fetch:
     """Use it from one event loop.
 
     Args:
-        end: KV up to this token is fetched.
         deliver: takes the events.
         count_chunk: takes bytes and transfer seconds of each chunk.
     """
@@ -62,7 +61,6 @@ class Fetch:
         self,
         transfer: str,
         demand: KVDemand,
-        end: int,
         pool: PrefillPool,
         transport: KVTransport,
         *,
@@ -72,7 +70,7 @@ class Fetch:
     ) -> None:
         self._transfer = transfer
         self._demand = demand
-        self._end = end
+        self._end = len(demand.token_ids)
         self._pool = pool
         self._transport = transport
         self._timeout_s = timeout_s
@@ -141,12 +139,13 @@ class Fetch:
 
     def _order(self, num_bytes: int) -> PrefillOrder:
         request = self._demand.request
+        known = self._demand.token_ids[len(request.prompt_token_ids) :]
         return PrefillOrder(
             request=replace(
                 request,
                 request_id=self._transfer,
-                sampling=replace(request.sampling, max_tokens=1),
-                output_token_ids=(),
+                sampling=replace(request.sampling, max_tokens=len(known) + 1),
+                output_token_ids=known,
                 export_from=self._demand.num_cached_tokens,
             ),
             num_bytes=num_bytes,
@@ -197,12 +196,11 @@ class Fetch:
     def _complete(self, total_s: float) -> FetchRecord:
         answer, request = self._answer, self._demand.request
         assert answer is not None  # _receive_all waits for it
-        is_first = self._end == len(self._demand.token_ids)  # else more tokens are known already
         self._deliver(
             KVComplete(
                 request_id=request.request_id,
-                next_token_id=answer.next_token_id if is_first else None,
-                logprobs=answer.logprobs if is_first else None,
+                next_token_id=answer.next_token_id,
+                logprobs=answer.logprobs,
                 num_cached_tokens=answer.num_cached_tokens,
             )
         )

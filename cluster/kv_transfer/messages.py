@@ -28,6 +28,7 @@ class TransferTicket(Destination):
 class PrefillOrder:
     """A prompt to compute. Its KV from `request.export_from` on is fetched chunk by chunk; a token is sampled after it.
 
+    Of a request that goes on after an interruption, the tokens that it has already are computed like the prompt.
     `request` is the decode side's, with a name and a limit of tokens of its own: seed, penalties, bans and log
     probabilities are the same, so that the token is what the decode replica would have sampled.
     """

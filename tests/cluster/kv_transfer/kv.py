@@ -89,7 +89,8 @@ class LocalPool(PrefillPool):
         await self._count()
         self.orders.append(order)
         transfer = self._transfer(ticket)
-        start, goal = order.request.export_from or 0, len(order.request.prompt_token_ids)
+        asked = order.request
+        start, goal = asked.export_from or 0, len(asked.prompt_token_ids) + len(asked.output_token_ids)
         while start < goal:
             end = min(start + self.chunk_tokens, goal)
             await asyncio.sleep(self.chunk_s)

@@ -102,18 +102,18 @@ def test_a_short_suffix_is_not_worth_asking_for() -> None:
         assert subject.connector.fetch(demand(19)) is None
 
 
-def test_of_a_request_that_goes_on_the_prompt_is_fetched_and_no_token() -> None:
+def test_of_a_request_that_goes_on_the_tokens_it_has_are_computed_too() -> None:
     asked = demand(50)
-    resumed = KVDemand(
-        request=replace(asked.request, output_token_ids=(9, 9)),
-        token_ids=(*asked.token_ids, 9, 9),
-        num_cached_tokens=0,
-        block_hashes=(),
-    )
-    with engine(LocalPool()) as subject:
-        assert subject.connector.fetch(resumed) == 50
-        assert subject.completed().next_token_id is None
-        assert subject.arrived() == 50
+    resumed = KVDemand(request=asked.request, token_ids=(*asked.token_ids, 9, 8), num_cached_tokens=0, block_hashes=())
+    pool = LocalPool()
+    with engine(pool) as subject:
+        assert subject.connector.fetch(resumed) == 52
+        assert subject.completed().next_token_id == 77
+        assert subject.arrived() == 52
+    [order] = pool.orders
+    assert order.request.prompt_token_ids == asked.token_ids
+    assert order.request.output_token_ids == (9, 8)
+    assert order.request.sampling.max_tokens == 3
 
 
 @pytest.mark.parametrize("call", range(CALLS))

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.cluster.apps import completion, deployed, eventually, metric, replica_processes
+from backends.mock import mock_tokens
+from cluster.ingress_server import load_tokenizer
+from engine.config import EngineConfig
+from tests.cluster.apps import completion, deployed, eventually, replica_processes
+from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, prompt, stored_objects, total
 
-OPTIONS: dict[str, object] = {"mock_prefill_ms_per_token": 0.1, "max_decode_seqs": 16}
 POOLS: dict[str, object] = {
-    **OPTIONS,
+    "mock_prefill_ms_per_token": 0.05,
+    "mock_kv_bytes_per_token": 8192,
+    "max_decode_seqs": 16,
     "disagg_topo": "1,1",
     "disagg_min_prefill_tokens": 100,
     "prefill_block_size": 8,
-    "prefill_max_num_batched_tokens": 512,
+    "prefill_max_num_batched_tokens": 256,
+    "kv_transfer_object_mib": 1,
     "kv_transfer_checksums": True,
     "kv_transfer_timeout_s": 5,
 }
-REQUESTS: list[dict[str, object]] = [
-    {"prompt": list(range(300, 1300)), "max_tokens": 20, "temperature": 0},
-    {"prompt": list(range(400, 1700)), "max_tokens": 20, "temperature": 1, "seed": 7},
-    {"prompt": list(range(300, 1300)), "max_tokens": 8, "temperature": 0},  # its prefix is cached by then
-    {"prompt": list(range(500, 750)), "max_tokens": 1, "temperature": 1, "seed": 8},
-    {"prompt": list(range(600, 650)), "max_tokens": 20, "temperature": 1, "seed": 9},  # too short to travel
-    {"prompt": list(range(700, 900)), "max_tokens": 5, "temperature": 1, "seed": 3, "logprobs": 2},
-]
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +34,54 @@ def url(serve_url: str) -> Iterator[str]:
         yield address
 
 
-def sums(url: str, name: str, **labels: str) -> float:
-    return sum(metric(url, name, **labels).values())
+TOKENIZER = load_tokenizer(EngineConfig.from_args({"backend": "mock"}))
 
 
-def choices(url: str) -> list[object]:
-    answers = [completion(url, **request).json() for request in REQUESTS]
-    return [answer["choices"] for answer in answers]
+def expected(tokens: list[int], count: int, seed: int = 0) -> str:
+    """What any mock engine answers."""
+    return TOKENIZER.decode(mock_tokens(tokens, count, seed=seed))
 
 
-def test_answers_are_those_of_a_unified_engine_and_prefill_has_computed_them(url: str, serve_url: str) -> None:
-    answers = choices(url)
-    assert sums(url, "sliceserve_kv_transfers_total", role="decode") == 4
-    assert sums(url, "sliceserve_kv_transfer_failures_total") == 0
-    tokens = sums(url, "sliceserve_kv_transfer_tokens_total", role="decode")
-    assert tokens > 2700
-    with deployed(serve_url, "unified", **OPTIONS) as unified:
-        assert answers == choices(unified)
+def text(url: str, **fields: object) -> str:
+    answer = completion(url, **fields)
+    assert answer.status_code == 200, answer.text
+    found: str = answer.json()["choices"][0]["text"]
+    return found
+
+
+def test_answers_are_those_of_a_unified_engine_and_prefill_has_computed_them(url: str) -> None:
+    long, other, short = list(range(300, 1300)), list(range(400, 1700)), list(range(600, 650))
+    assert text(url, prompt=long, max_tokens=20, temperature=0) == expected(long, 20)
+    assert text(url, prompt=other, max_tokens=20, temperature=1, seed=7) == expected(other, 20, seed=7)
+    assert text(url, prompt=other[:400], max_tokens=1, temperature=1, seed=7) == expected(other[:400], 1, seed=7)
+    assert text(url, prompt=short, max_tokens=20, temperature=0) == expected(short, 20)
+    assert total(url, "sliceserve_kv_transfers_total", role="decode") == 2  # the others are cached, or short
+    assert total(url, "sliceserve_kv_transfer_tokens_total", role="decode") == 2300
+    assert total(url, "sliceserve_kv_transfer_bytes_total", role="decode") == 2300 * 8192
+    assert total(url, "sliceserve_kv_transfer_failures_total") == 0
+    assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}
+
+
+def test_without_a_prefill_replica_decode_serves_alone_and_says_so(url: str) -> None:
+    rng = random.Random(1)
+    replica_processes("pools", "Prefill")[0].kill()
+    for _ in range(5):
+        tokens = prompt(rng, shortest=200)
+        assert text(url, prompt=tokens, max_tokens=5, temperature=0) == expected(tokens, 5)
+    health = httpx.get(f"{url}/health", timeout=20)
+    assert health.status_code == 200
+    assert health.json()["status"] == "degraded"
+    assert "prefill" in health.json()["reason"]
+    eventually(lambda: httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}, 60)
+
+
+def test_random_cancels_and_kills_of_prefill_change_no_answer_and_leave_nothing_behind(url: str) -> None:
+    before = stored_objects()
+    load = Load(url, expected, seed=3)
+    with Killer("pools", "Prefill", load.rng, every_s=(0.5, 3)) as killer:
+        load.run(200)
+    assert load.wrong == []
+    assert killer.kills
+    eventually(lambda: httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"}, 60)
+    assert_nothing_left(url, before)
+    assert total(url, "sliceserve_kv_transfers_total", role="decode") > 50

@@ -1,0 +1,99 @@
+"""Requests in random order, lengths and with random fates, and what is left behind when all have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+from ray._private.internal_api import memory_summary
+
+from tests.cluster.apps import completion, eventually, metric, replica_processes
+
+
+def total(url: str, name: str, **labels: str) -> float:
+    return sum(metric(url, name, **labels).values())
+
+
+def stored_objects() -> tuple[float, int]:
+    """MiB and objects in the object store."""
+    found = re.search(r"Plasma memory usage (\d+(?:\.\d+)?) MiB, (\d+) objects", memory_summary(stats_only=True))
+    assert found is not None
+    return float(found[1]), int(found[2])
+
+
+def prompt(rng: random.Random, *, shortest: int = 20, longest: int = 1500) -> list[int]:
+    start = rng.randrange(300, 20000)
+    return list(range(start, start + rng.randrange(shortest, longest)))
+
+
+class Load:
+    """Answers must be those that `reference` gives."""
+
+    def __init__(self, url: str, reference: Callable[[list[int], int], list[str]], seed: int) -> None:
+        self.url = url
+        self.reference = reference
+        self.rng = random.Random(seed)
+        self.wrong: list[object] = []
+        self.answered = self.cancelled = 0
+
+    def run(self, num_requests: int, *, threads: int = 8) -> None:
+        jobs = [(prompt(self.rng), self.rng.randrange(1, 30), self.rng.random() < 0.3) for _ in range(num_requests)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._one, jobs))
+
+    def _one(self, job: tuple[list[int], int, bool]) -> None:
+        tokens, count, cancels = job
+        body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        if cancels:
+            with contextlib.suppress(httpx.TimeoutException):
+                httpx.post(f"{self.url}/v1/completions", json=body, timeout=self.rng.uniform(0.001, 0.3))
+            self.cancelled += 1
+            return
+        answer = completion(self.url, **body)
+        if answer.status_code != 200 or answer.json()["choices"][0]["text"] != self.reference(tokens, count):
+            self.wrong.append((answer.status_code, answer.text[:200], len(tokens), count))
+        self.answered += 1
+
+
+class Killer:
+    """Kills replicas of a deployment at random times until it is left."""
+
+    def __init__(self, application: str, deployment: str, rng: random.Random, *, every_s: tuple[float, float]) -> None:
+        self._names = (application, deployment)
+        self._rng = rng
+        self._every_s = every_s
+        self.kills = 0
+        self._stopped = False
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Killer:
+        self._pool.submit(self._run)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopped = True
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            time.sleep(self._rng.uniform(*self._every_s))
+            for process in replica_processes(*self._names)[:1]:
+                with contextlib.suppress(Exception):
+                    process.kill()
+                    self.kills += 1
+
+
+def assert_nothing_left(url: str, before: tuple[float, int]) -> None:
+    """All blocks, transfers and objects are as they were."""
+
+    def is_clean() -> bool:
+        names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        transfers = ("sliceserve_kv_transfers_open", "sliceserve_kv_transfer_bytes_in_flight")
+        return all(total(url, name) == 0 for name in (*names, *transfers)) and stored_objects()[1] <= before[1]
+
+    eventually(is_clean, 30)
