@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from backends.jax.hardware import Hardware, check_hardware, select_platform
 from backends.jax.hosts import agree_on_plan, engine_devices
 from backends.jax.idle import idle_batch
 from backends.jax.kernels import Kernels, choose_kernels
+from backends.jax.kv_exchange import KVExchange
 from backends.jax.loading import ParameterLoader
 from backends.jax.memory import KVPlan, cpu_memory_bytes
 from backends.jax.model import Params
@@ -37,6 +39,7 @@ from backends.jax.step import DeviceState, StepShape
 from engine.backend import Backend, BackendInfo, HostPlace, PendingStep, Progress, no_progress
 from engine.batch import SlotState, StepBatch
 from engine.config import GIB, EngineConfig
+from engine.kv_blocks import KVFormat, KVPayload, PendingBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class JaxBackend(Backend):
         deployment = Deployment(config, model, create_mesh(devices), kernels=kernels).supported()
         plan = agree_on_plan(deployment.plan(self._memory_per_device(hardware)), config.num_hosts)
         self._deployment = deployment = deployment.within(plan)
+        self._exchange = KVExchange(deployment)
         info = self._describe(plan)
         deployment.buckets  # noqa: B018 - refuses too many programs before weights are read
         self._params: Params = ParameterLoader(deployment.layout, checkpoint, progress).load()
@@ -132,6 +136,8 @@ class JaxBackend(Backend):
             self._run(idle_batch(), shape).result()
             progress("running each program once", done, len(shapes))
         self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
+        if self._config.exchanges_kv:
+            self._replace_cache(self._exchange.warm_up(self._state.cache))
         seconds = time.monotonic() - started
         logger.info("%d programs ready in %.1f s, %d of them from the cache", len(shapes), seconds, cached)
         self._counter.arm()
@@ -157,6 +163,9 @@ class JaxBackend(Backend):
         self._tables = tables
         self._state = DeviceState(cache=self._state.cache, history=new)
 
+    def _replace_cache(self, cache: jax.Array) -> None:
+        self._state = DeviceState(cache=cache, history=self._state.history)
+
     def _run(self, batch: StepBatch, shape: StepShape) -> PendingStep:
         packed = shape.pack(batch, dump_slot=self._config.max_decode_seqs)
         if not self._config.enable_jit:
@@ -171,6 +180,15 @@ class JaxBackend(Backend):
         self._state, result, prompt = outputs
         wants_logprobs = bool((batch.sampling.num_logprobs >= 0).any())
         return DispatchedStep(batch, result, prompt if batch.prompt_logprobs.any() else None, wants_logprobs)
+
+    def kv_format(self) -> KVFormat:
+        return self._exchange.format
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
+        return self._exchange.read(self._state.cache, block_ids, num_tokens, offset)
+
+    def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
+        self._replace_cache(self._exchange.write(self._state.cache, block_ids, offset, payload))
 
     @property
     def compilations_after_warmup(self) -> int:

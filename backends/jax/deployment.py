@@ -68,7 +68,7 @@ class Deployment:
     context: int | None = field(kw_only=True, default=None)
     stacked: bool | None = field(kw_only=True, default=None)
     share_tokens_from: int | None = field(kw_only=True, default=None)
-    capabilities: Capabilities = field(kw_only=True, default_factory=Capabilities)
+    capabilities: Capabilities = field(kw_only=True, default=Capabilities(kv_exchange=True))
 
     @property
     def platform(self) -> str:

@@ -18,6 +18,7 @@ from backends.jax.backend import JaxBackend
 from backends.jax.model import Params
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv_connector import KVConnector
 from engine.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 from tests import options as test_options
 
@@ -34,7 +35,7 @@ class Answer:
 
 
 class Engine:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, connector: KVConnector | None = None, **options: Any) -> None:
         defaults = {
             "dtype": "float32",
             "backend": "cpu",
@@ -43,7 +44,7 @@ class Engine:
         self.config = EngineConfig.from_args({**defaults, **options})
         self.backend = JaxBackend(self.config)
         self._outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
-        self.core = EngineCore(self.config, self.backend, self._outputs.put)
+        self.core = EngineCore(self.config, self.backend, self._outputs.put, connector)
         self.info = self.core.load()
         self.core.start()
         self._count = 0
