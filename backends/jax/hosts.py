@@ -30,6 +30,7 @@ def join_hosts(place: HostPlace) -> None:
         BackendError: the others don't come.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_check_proxy_envs", False)  # takes every variable with _proxy in its name for one
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; TPUs have their own network
     try:
         jax.distributed.initialize(

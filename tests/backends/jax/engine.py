@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,14 +35,20 @@ class Answer:
 
 
 class Engine:
-    def __init__(self, *, connector: KVConnector | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        connector: KVConnector | None = None,
+        make_backend: Callable[[EngineConfig], Any] = JaxBackend,
+        **options: Any,
+    ) -> None:
         defaults = {
             "dtype": "float32",
             "backend": "cpu",
             "tensor_parallel_size": test_options.tensor_parallel_size,
         }
         self.config = EngineConfig.from_args({**defaults, **options})
-        self.backend = JaxBackend(self.config)
+        self.backend = make_backend(self.config)
         self._outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
         self.core = EngineCore(self.config, self.backend, self._outputs.put, connector)
         self.info = self.core.load()

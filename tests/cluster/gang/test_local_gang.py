@@ -1,0 +1,232 @@
+"""Leader and hosts over real lines, with hosts that are threads: order, agreement, deadlines, and what ends a gang."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from backends.jax.idle import idle_batch
+from backends.mock import MockBackend
+from cluster.gang import wire
+from cluster.gang.backend import GangBackend
+from cluster.gang.wire import Kind
+from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
+from engine.batch import StepBatch, StepResult
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import EngineRequest, RequestOutput, SamplingParams
+from tests.cluster.apps import eventually
+from tests.cluster.gang.local_gang import LocalLauncher
+
+OPTIONS = {"backend": "mock", "num_hosts": 2, "tensor_parallel_size": 2, "max_decode_seqs": 8, "step_deadline_s": 2.0}
+FEATURES: tuple[dict[str, object], ...] = (
+    {},
+    {"temperature": 0.7, "seed": 5},
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"logit_bias": {5: 2.0}, "bad_words": ((7,), (8, 9)), "min_tokens": 4, "stop_token_ids": (3, 4)},
+)
+
+
+class Flawed(MockBackend):
+    """A host on which something goes wrong in the third step."""
+
+    def __init__(self, config: EngineConfig, flaw: Callable[[StepResult], StepResult]) -> None:
+        super().__init__(config)
+        self._flaw = flaw
+
+    def dispatch(self, batch: StepBatch) -> PendingStep:
+        pending = super().dispatch(batch)
+        return _FlawedStep(pending, self._flaw) if batch.step >= 2 else pending
+
+
+class _FlawedStep(PendingStep):
+    def __init__(self, pending: PendingStep, flaw: Callable[[StepResult], StepResult]) -> None:
+        self._pending = pending
+        self._flaw = flaw
+
+    def result(self) -> StepResult:
+        return self._flaw(self._pending.result())
+
+
+def raising(error: Exception) -> Callable[[StepResult], StepResult]:
+    def flaw(_: StepResult) -> StepResult:
+        raise error
+
+    return flaw
+
+
+def other_token(result: StepResult) -> StepResult:
+    return StepResult(step=result.step, token_ids=result.token_ids + np.int32(1))
+
+
+def hang(result: StepResult) -> StepResult:
+    time.sleep(4)
+    return result
+
+
+class Running:
+    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+        self.outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
+        self.phases: list[str] = []
+        self.core = EngineCore(config, backend, self.outputs.put)
+        self.core.load(lambda phase, *_: self.phases.append(phase))
+        self.core.start()
+
+    def run(self, max_tokens: int = 12) -> dict[str, list[RequestOutput]]:
+        """Sends a request with each set of features; returns all outputs."""
+        prompts = np.random.default_rng(1).integers(3, 300, (len(FEATURES), 40)).tolist()
+        for number, (prompt, features) in enumerate(zip(prompts, FEATURES, strict=True)):
+            sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **features})  # type: ignore[arg-type]
+            self.core.submit(EngineRequest(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling))
+        found: dict[str, list[RequestOutput]] = {}
+        while sum(outputs[-1].finish_reason is not None for outputs in found.values()) < len(FEATURES):
+            for output in self.outputs.get(timeout=15):
+                found.setdefault(output.request_id, []).append(output)
+        return found
+
+
+@contextmanager
+def gang(*backends: Backend, **options: object) -> Iterator[tuple[Running, LocalLauncher, GangBackend]]:
+    config = EngineConfig.from_args({**OPTIONS, **options})
+    launcher = LocalLauncher(backends or [MockBackend(config) for _ in range(config.num_hosts)])
+    backend = GangBackend(config, launcher)
+    running = Running(config, backend)
+    try:
+        yield running, launcher, backend
+    finally:
+        running.core.stop()
+        assert launcher.killed.is_set()
+        eventually(lambda: all(released.is_set() for released in launcher.released))
+
+
+def failure_of(flaw: Callable[[StepResult], StepResult]) -> str:
+    """How requests end when something goes wrong on host 1."""
+    config = EngineConfig.from_args(OPTIONS)
+    with gang(MockBackend(config), Flawed(config, flaw)) as (running, launcher, _):
+        errors = {outputs[-1].error for outputs in running.run().values()}
+        assert launcher.killed.is_set()
+        assert not running.core.health().healthy
+    [error] = errors
+    assert error is not None
+    return error
+
+
+def test_hosts_give_what_one_backend_gives_in_every_field() -> None:
+    config = EngineConfig.from_args(OPTIONS)
+    alone = Running(config, MockBackend(config))
+    expected = alone.run()
+    alone.core.stop()
+    with gang() as (running, _, _):
+        assert running.run() == expected
+        assert running.phases[0] == "placing hosts"
+        assert "compiling" in running.phases
+
+
+def test_a_step_leaves_before_the_one_before_it_is_done() -> None:
+    with gang(mock_step_ms=150) as (_, _, backend):
+        started = time.monotonic()
+        pending = [backend.dispatch(idle_batch()) for _ in range(3)]
+        assert time.monotonic() - started < 0.1
+        assert [step.result().step for step in pending] == [-1, -1, -1]
+        assert time.monotonic() - started >= 0.45
+
+
+def test_a_host_that_samples_something_else_ends_the_gang() -> None:
+    assert failure_of(other_token) == "hosts 0 and 1 sampled different tokens in step 2"
+
+
+def test_what_fails_on_one_host_is_told_in_one_line() -> None:
+    assert failure_of(raising(BackendError("the device is lost"))) == "host 1 (127.0.0.1): the device is lost"
+    assert "can't finish step" in failure_of(raising(ValueError("odd\nsecond line")))
+
+
+def test_a_host_that_hangs_in_a_step_is_named_within_the_deadline() -> None:
+    started = time.monotonic()
+    assert failure_of(hang) == "host 1 of 2 did not finish step 2 within 1.8 s"
+    assert time.monotonic() - started < 3.5
+
+
+def test_a_host_that_dies_is_noticed_while_there_is_nothing_to_do() -> None:
+    with gang() as (running, launcher, _):
+        running.run()
+        launcher.hosts[1].hang_up()
+        eventually(lambda: not running.core.health().healthy, 2)
+        assert "host 1 (127.0.0.1) has died" in running.core.health().reason
+        assert launcher.killed.is_set()
+
+
+def test_hosts_that_are_not_alike_do_not_begin() -> None:
+    config = EngineConfig.from_args(OPTIONS)
+    hosts = [MockBackend(config), MockBackend(config, vocab_size=100)]
+    launcher = LocalLauncher(hosts)
+    backend = GangBackend(config, launcher)
+    with pytest.raises(BackendError, match="not alike: vocab_size is 49152 on host 0 and 100 on host 1"):
+        backend.load()
+    backend.close()
+    assert launcher.killed.is_set()
+
+
+def test_a_host_that_can_not_load_says_why() -> None:
+    class Broken(MockBackend):
+        def load(self, progress: Progress = no_progress) -> BackendInfo:  # noqa: ARG002
+            raise BackendError("there is no model at /models/nothing")
+
+    config = EngineConfig.from_args(OPTIONS)
+    launcher = LocalLauncher([MockBackend(config), Broken(config)])
+    backend = GangBackend(config, launcher)
+    with pytest.raises(BackendError, match=r"host 1 \(127.0.0.1\): there is no model at /models/nothing"):
+        backend.load()
+    backend.close()
+
+
+class Pretender(LocalLauncher):
+    """Its second host is a bare line, over which a test says what it likes."""
+
+    def start(self, address: wire.GangAddress, progress: Progress) -> None:
+        self.stranger = socket.create_connection((address.host, address.port))
+        self.stranger.sendall(wire.encode(Kind.HELLO, 0, wire.pack(("wrong", 0))))
+        self._backends = self._backends[:1]
+        super().start(address, progress)
+        self.line = socket.create_connection((address.host, address.port))
+        self.line.sendall(wire.encode(Kind.HELLO, 0, wire.pack((address.secret, 1))) + self.says)
+
+    says = b""
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (wire.encode(Kind.DONE, 1, b"x")[:-1] + b"y", "can't be trusted: message 1 is damaged"),
+        (wire.encode(Kind.DONE, 7, b""), "can't be trusted: it answered command 7, which nobody waits for"),
+        (wire.encode(Kind.STEP, 1, b""), "can't be trusted: it sent a message of kind STEP"),
+    ],
+    ids=["damaged", "unasked", "a command"],
+)
+def test_an_answer_that_makes_no_sense_ends_the_gang(says: bytes, reason: str) -> None:
+    config = EngineConfig.from_args(OPTIONS)
+    launcher = Pretender([MockBackend(config), MockBackend(config)])
+    launcher.says = says
+    backend = GangBackend(config, launcher)
+    with pytest.raises(BackendError, match=reason):
+        backend.load()
+    assert launcher.killed.is_set()
+    assert launcher.stranger.recv(1) == b""  # it was sent away
+    launcher.line.close()
+    backend.close()
+
+
+def test_commands_out_of_order_are_refused_by_the_host() -> None:
+    with gang() as (running, _, backend):
+        lines = backend._lines
+        assert lines is not None
+        lines._next_number += 1
+        running.core.submit(
+            EngineRequest(request_id="r", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=1))
+        )
+        assert "came in place of" in (running.outputs.get(timeout=10)[-1].error or "")
