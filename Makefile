@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY = @echo "sliceserve:"
 
-.PHONY: help install install-dev serve test test-tp test-kernels test-tpu-compile lint format docs bench lock clean
+.PHONY: help install install-dev serve test test-tp test-disagg test-kernels test-tpu-compile lint format docs bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -34,6 +34,9 @@ test-tp: $(VENV)/.installed-dev ## tensor parallelism: every size, and the main 
 	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py
 	@$(BIN)/python -m pytest --tensor-parallel-size=2 tests/backends/jax/test_batching.py \
 	  tests/backends/jax/test_parity.py tests/e2e/test_demo_server.py
+
+test-disagg: $(VENV)/.installed-dev ## prefill and decode pools: thousands of requests under fire, a real model's answers
+	@$(BIN)/python -m pytest --matrix tests/cluster/kv_transfer
 
 test-kernels: $(VENV)/.installed-dev ## the TPU attention kernel, simulated: hundreds of random steps per dtype (an hour)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.backends.jax.kernel_cases $(ARGS)

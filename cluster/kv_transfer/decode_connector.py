@@ -166,7 +166,7 @@ class DecodeConnector(KVConnector):
             self._transport,
             timeout_s=self._timeout_s,
             deliver=lambda event: self._deliver(transfer, event),
-            count_chunk=self._metrics.count_chunk,
+            count_chunk=lambda chunk: self._metrics.count_chunk(chunk.num_bytes, chunk.transfer_s),
         )
         self._metrics.started += 1
         try:

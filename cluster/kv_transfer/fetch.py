@@ -33,6 +33,20 @@ CHOICE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkRecord:
+    """Times of one chunk, in seconds since the fetch began."""
+
+    index: int
+    num_bytes: int
+    computed_at: float  # and on its way from then on
+    arrived_at: float
+
+    @property
+    def transfer_s(self) -> float:
+        return self.arrived_at - self.computed_at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FetchRecord:
     """Times of a fetch that has brought everything, in seconds."""
 
@@ -40,6 +54,7 @@ class FetchRecord:
     compute_s: float
     overhead_s: float  # what it took beyond the time at the prefill replica
     exposed_s: float  # from the answer to the arrival of the last KV
+    chunks: tuple[ChunkRecord, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +69,7 @@ class Fetch:
 
     Args:
         deliver: takes the events.
-        count_chunk: takes bytes and transfer seconds of each chunk.
+        count_chunk: takes each chunk's record as it arrives.
     """
 
     def __init__(
@@ -66,7 +81,7 @@ class Fetch:
         *,
         timeout_s: float,
         deliver: Callable[[KVEvent], None],
-        count_chunk: Callable[[int, float], None],
+        count_chunk: Callable[[ChunkRecord], None],
     ) -> None:
         self._transfer = transfer
         self._demand = demand
@@ -84,7 +99,9 @@ class Fetch:
         self._num_awaited = 0
         self._has_ended = False  # there are no more chunks than have been asked for
         self._answer: PrefillAnswer | None = None
+        self._began_at = time.monotonic()
         self._answered_at = 0.0
+        self._records: list[ChunkRecord] = []
 
     async def run(self, num_bytes: int) -> FetchRecord:
         """Fetches, and delivers events up to the last one.
@@ -92,7 +109,7 @@ class Fetch:
         Raises:
             PrefillError: not all has come; the last event is not delivered.
         """
-        started = time.monotonic()
+        self._began_at = time.monotonic()
         try:
             async with asyncio.timeout(CHOICE_TIMEOUT_S):
                 replica = await self._pool.choose(self._demand.request, self._transfer)
@@ -106,7 +123,7 @@ class Fetch:
             for call in self._calls:
                 call.cancel()
             self._pool.close(ticket)
-        return self._complete(time.monotonic() - started)
+        return self._complete()
 
     async def _receive_all(self, ticket: TransferTicket, num_bytes: int) -> None:
         while self._answer is None or self._arrived < self._end:
@@ -165,10 +182,19 @@ class Fetch:
                 raise PrefillError("unavailable", chunk.failure)
             self._has_ended = True
             return
-        transfer_s = time.monotonic() - called_at - chunk.waited_s
-        self._count_chunk(chunk.num_bytes, max(0.0, transfer_s))
         self._arrivals[index] = await asyncio.to_thread(self._unpack, chunk)
+        self._record(index, chunk, called_at)
         self._deliver_in_order()
+
+    def _record(self, index: int, chunk: KVChunk, called_at: float) -> None:
+        record = ChunkRecord(
+            index=index,
+            num_bytes=chunk.num_bytes,
+            computed_at=called_at + chunk.waited_s - self._began_at,
+            arrived_at=time.monotonic() - self._began_at,
+        )
+        self._records.append(record)
+        self._count_chunk(record)
 
     def _unpack(self, chunk: KVChunk) -> list[_Arrival]:
         try:
@@ -193,7 +219,7 @@ class Fetch:
                 self._arrived = arrival.end
             self._num_delivered += 1
 
-    def _complete(self, total_s: float) -> FetchRecord:
+    def _complete(self) -> FetchRecord:
         answer, request = self._answer, self._demand.request
         assert answer is not None  # _receive_all waits for it
         self._deliver(
@@ -204,9 +230,11 @@ class Fetch:
                 num_cached_tokens=answer.num_cached_tokens,
             )
         )
+        now = time.monotonic()
         return FetchRecord(
-            num_computed=self._end - max(answer.num_cached_tokens, 0),
+            num_computed=self._end - answer.num_cached_tokens,
             compute_s=answer.compute_s,
-            overhead_s=total_s - answer.total_s,
-            exposed_s=max(0.0, time.monotonic() - self._answered_at),
+            overhead_s=now - self._began_at - answer.total_s,
+            exposed_s=now - self._answered_at,
+            chunks=tuple(self._records),
         )

@@ -19,6 +19,10 @@ def total(url: str, name: str, **labels: str) -> float:
     return sum(metric(url, name, **labels).values())
 
 
+def is_well(url: str) -> bool:
+    return bool(httpx.get(f"{url}/health", timeout=20).json() == {"status": "ok"})
+
+
 def stored_objects() -> tuple[float, int]:
     """MiB and objects in the object store."""
     found = re.search(r"Plasma memory usage (\d+(?:\.\d+)?) MiB, (\d+) objects", memory_summary(stats_only=True))
