@@ -11,10 +11,12 @@ from typing import Any
 from ray import serve
 
 from cluster import ray_compat
+from cluster.autoscaling import serve_options
 from cluster.engine_server import EngineServer
 from cluster.ingress_server import IngressServer
 from cluster.kv_transfer.fetch import WINDOW
 from cluster.prefill_server import PrefillServer
+from cluster.roles import Role
 from cluster.router import EngineRouter
 from engine.config import ConfigError, EngineConfig
 from engine.pools import Pools, prefill_config
@@ -57,9 +59,9 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
     prefill = None
     if pools.prefill:
         own = prefill_config(config)
-        pool = _engine("Prefill", own, pools.prefill, _accelerators(own, pools), logging_config, calls=CALLS_PER_PROMPT)
+        pool = _engine(Role.PREFILL, own, pools, logging_config, calls=CALLS_PER_PROMPT)
         prefill = pool(PrefillServer).bind(own, log_level)
-    pool = _engine("Engine", config, pools.decode, _accelerators(config, pools), logging_config)
+    pool = _engine(Role.DECODE if prefill else Role.UNIFIED, config, pools, logging_config)
     engine = pool(EngineServer).bind(config, log_level, prefill)
     ingress = serve.deployment(
         name="Ingress",
@@ -78,20 +80,16 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
 
 
 def _engine(
-    name: str,
-    config: EngineConfig,
-    num_replicas: int,
-    resources: dict[str, float],
-    logging_config: dict[str, Any],
-    *,
-    calls: int = 1,
+    role: Role, config: EngineConfig, pools: Pools, logging_config: dict[str, Any], *, calls: int = 1
 ) -> Callable[[type], serve.Deployment]:
     """A deployment of engine replicas; `calls` is how many a request makes at a time."""
     requests = calls * (config.max_decode_seqs + config.max_queued_requests)
+    started = pools.prefill if role is Role.PREFILL else pools.decode
+    scaling = serve_options(config, role, started)
     return serve.deployment(
-        name=name,
-        num_replicas=num_replicas,
-        ray_actor_options={"num_cpus": ENGINE_CPUS, "resources": resources},
+        name="Prefill" if role is Role.PREFILL else "Engine",
+        **({"num_replicas": started} if scaling is None else {"autoscaling_config": scaling}),
+        ray_actor_options={"num_cpus": ENGINE_CPUS, "resources": _accelerators(config, pools)},
         # The engine's own bounded queue decides who is refused; Serve's limits lie beyond it.
         max_ongoing_requests=requests + SPARE_CALLS,
         max_queued_requests=requests,
@@ -109,11 +107,12 @@ def _accelerators(config: EngineConfig, pools: Pools) -> dict[str, float]:
     """What an engine replica reserves. Ray shows a process the TPU chips that it reserved and no others, so several
     replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips. With
     several hosts it has no accelerator itself: it reserves a slice when it starts (cluster.gang)."""
-    if config.backend != "tpu" or pools.replicas == 1 or config.num_hosts > 1:
+    replicas = max(pools.replicas, config.max_replicas or 1)
+    if config.backend != "tpu" or replicas == 1 or config.num_hosts > 1:
         return {}
     if config.tensor_parallel_size not in TPU_CHIPS:
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} with {pools.replicas} replicas "
+            f"tensor_parallel_size={config.tensor_parallel_size} with {replicas} replicas "
             f"on TPU: Ray gives a replica {', '.join(map(str, TPU_CHIPS))} chips; use one of these sizes"
         )
     return {"TPU": float(config.tensor_parallel_size)}

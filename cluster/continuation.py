@@ -42,7 +42,15 @@ class ResumptionCounts:
 class Continuation:
     """What a request has yielded, what its next engine is asked, and whether there is to be a next one."""
 
-    def __init__(self, request: EngineRequest, *, resume_timeout_s: float, counts: ResumptionCounts) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        resume_timeout_s: float,
+        counts: ResumptionCounts,
+        wake_timeout_s: float | None = None,
+    ) -> None:
+        """`wake_timeout_s`: where all engines may have been stopped, how long one may take to start."""
         self.request = request
         self._resume_timeout_s = resume_timeout_s
         self._counts = counts
@@ -56,7 +64,7 @@ class Continuation:
         self._held = False  # whether an engine has it now
         self._interrupted = False
         self._loss = ""  # how the last engine that had it was lost
-        self.deadline = _now() + ADMISSION_TIMEOUT_S
+        self.deadline = _now() + max(ADMISSION_TIMEOUT_S, wake_timeout_s or 0.0)
         """By when an engine must have taken it."""
 
     @property

@@ -25,11 +25,13 @@ from cluster.metrics_text import EngineReport, ReplicaLabels
 from cluster.progress import ProgressReporter
 from cluster.replica_metrics import merged
 from cluster.roles import Role
+from cluster.scaling_signals import SignalWindow
 from engine.backend import Backend, BackendInfo
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import first_line
 from engine.kv_connector import KVConnector
+from engine.limits import Limits
 from engine.metrics import MetricsSnapshot
 from engine.news import CacheJournal
 from engine.request import RequestOutput
@@ -65,6 +67,7 @@ class EngineReplica(ABC):
         with self._progress.reporting_errors():
             self._engine = self._load(config, log_level)
         self._engine.start()
+        self._signals = SignalWindow(Limits.of(config, self._engine.info))
         threading.Thread(target=self._export_metrics, name="ray-metrics", daemon=True).start()
         self._progress.ready(_describe(config, self._engine.info))
 
@@ -129,6 +132,10 @@ class EngineReplica(ABC):
         if not state.healthy:
             self._fail_all(state.reason)  # Serve replaces the replica only when its calls have ended
             raise RuntimeError(state.reason)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy goes by. Serve asks every second, where the number of replicas may change."""
+        return self._signals.signals(self._engine.metrics(), time.monotonic()).to_stats()
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica has drained. A replica that failed to load has nothing to stop."""

@@ -49,7 +49,12 @@ class IngressServer:
         self._config = config
         siblings = serve.get_deployment_handle(context.deployment, context.app_name)
         self._client = RayEngineClient(
-            engine, siblings, Balancer.of(config), resume_timeout_s=config.resume_timeout_s, prefill=prefill
+            engine,
+            siblings,
+            Balancer.of(config),
+            resume_timeout_s=config.resume_timeout_s,
+            prefill=prefill,
+            wake_timeout_s=config.wake_timeout_s if config.min_replicas == 0 else None,
         )
         with ProgressReporter(context.app_name, replica).reporting_errors():
             self._tokenizer = load_tokenizer(config)

@@ -25,6 +25,7 @@ from cluster.mailbox import Mailbox, MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
 from cluster.suspects import Suspects
+from cluster.waker import Waker
 from engine.backend import BackendInfo
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
@@ -40,6 +41,8 @@ BROADCAST_TIMEOUT_S = 5.0
 
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 
+ASLEEP = "no engine runs while there is nothing to do; the next request starts one"
+
 NO_PREFILL = "no prefill replica answers; decode replicas compute all prompts themselves"
 
 
@@ -54,6 +57,7 @@ class RayEngineClient:
         *,
         resume_timeout_s: float,
         prefill: DeploymentHandle[Any] | None = None,
+        wake_timeout_s: float | None = None,
     ) -> None:
         """
         Args:
@@ -61,7 +65,10 @@ class RayEngineClient:
             balancer: chooses engine replicas; this client tells it what it hears of them.
             resume_timeout_s: how long a request that lost its engine waits for another one.
             prefill: the deployment that computes prompts for the engine's replicas.
+            wake_timeout_s: where all engines may have been stopped, how long a request waits for one to start.
         """
+        self._wake_timeout_s = wake_timeout_s
+        self._waker = None if wake_timeout_s is None else Waker(lambda: self._ask("info"))
         self._prefill = prefill
         self._engine = engine
         self._ingress = ingress
@@ -88,7 +95,8 @@ class RayEngineClient:
         """Healthy while any replica is: the others' requests go there."""
         answers: list[Health] = await _broadcast(self._engine, "health", enough=lambda answer: answer.healthy)
         if not answers:
-            return Health(healthy=False, reason=NO_ENGINE)
+            asleep = self._wake_timeout_s is not None
+            return Health(healthy=asleep, degraded=asleep, reason=ASLEEP if asleep else NO_ENGINE)
         best = next((answer for answer in answers if answer.healthy), answers[0])
         if not best.healthy or self._prefill is None:
             return best
@@ -103,7 +111,12 @@ class RayEngineClient:
         return render([*engines, *itertools.chain(*prefills)], ingresses)
 
     async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
-        way = Continuation(request, resume_timeout_s=self._resume_timeout_s, counts=self.resumptions)
+        way = Continuation(
+            request,
+            resume_timeout_s=self._resume_timeout_s,
+            counts=self.resumptions,
+            wake_timeout_s=self._wake_timeout_s,
+        )
         while True:
             exchange = await self._begin(way, session)
             route = self._routes[exchange]
@@ -125,6 +138,8 @@ class RayEngineClient:
         """No request is open any more: stops listening."""
         if self._lines is not None:
             self._lines.cancel()
+        if self._waker is not None:
+            self._waker.close()
         self._mailbox.close()
 
     async def _begin(self, way: Continuation, session: str) -> Exchange:
@@ -186,7 +201,8 @@ class RayEngineClient:
         while True:
             try:
                 async with asyncio.timeout_at(way.deadline):
-                    return await ray_compat.choose(self._admit, route)
+                    search = ray_compat.choose(self._admit, route)
+                    return await (search if self._waker is None else self._waker.patiently(search))
             except ray_compat.OVERLOADED_ERRORS:
                 delay = way.interrupted(QUEUE_FULL)
             except (TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
@@ -226,7 +242,7 @@ class RayEngineClient:
     async def _ask(self, method: str) -> Any:
         """Calls a method of any replica that is up."""
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            async with asyncio.timeout(max(CONTROL_TIMEOUT_S, self._wake_timeout_s or 0.0)):
                 return await ray_compat.by_reference(self._engine, method).remote()
         except (TimeoutError, *ray_compat.OVERLOADED_ERRORS, *ray_compat.UNAVAILABLE_ERRORS) as error:
             raise EngineUnavailableError(NO_ENGINE) from error

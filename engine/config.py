@@ -394,16 +394,12 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_replicas_that_can_t_be(self) -> Self:
-        for prefix, started in (("", self.data_parallel_size), ("prefill_", None)):
+        for prefix in ("", "prefill_"):
             fewest, most = getattr(self, f"{prefix}min_replicas"), getattr(self, f"{prefix}max_replicas")
             if fewest is not None and most is None:
                 raise ValueError(f"{prefix}min_replicas={fewest} needs {prefix}max_replicas; set it or leave both out")
             if most is not None and (fewest or 0) > most:
                 raise ValueError(f"{prefix}min_replicas={fewest} is more than {prefix}max_replicas={most}")
-            if most is not None and started is not None and not max(1, fewest or 1) <= started <= most and started != 1:
-                raise ValueError(f"data_parallel_size={started} is not between min_replicas and max_replicas")
-        if self.prefill_max_replicas is not None and self.disagg_topo is None:
-            raise ValueError(f"prefill_max_replicas={self.prefill_max_replicas} needs disagg_topo; leave it out")
         return self
 
     def notes(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def check_pools(config: EngineConfig) -> None:
         ValueError: they don't go together, or the prefill pool can't be as they say.
     """
     if config.disagg_topo is None:
-        for name in ("disagg_min_prefill_tokens", *PREFILL_OVERRIDES):
+        for name in ("disagg_min_prefill_tokens", "prefill_min_replicas", "prefill_max_replicas", *PREFILL_OVERRIDES):
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} is about prefill pools; set disagg_topo, or leave {name} out")
         return
@@ -86,5 +86,9 @@ def prefill_config(config: EngineConfig) -> EngineConfig:
         "disagg_topo": None,
         "disagg_min_prefill_tokens": None,
         "data_parallel_size": Pools.parse(config.disagg_topo).prefill,
+        "min_replicas": config.prefill_min_replicas,
+        "max_replicas": config.prefill_max_replicas,
+        "prefill_min_replicas": None,
+        "prefill_max_replicas": None,
     }
     return type(config)(**values)
