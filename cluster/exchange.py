@@ -43,7 +43,7 @@ class Exchange:
         line: Line | None,
         call: asyncio.Task[Refusal | None],
     ) -> None:
-        """`line` is the one over which the request left; None if the call took it along."""
+        """`line` is the one over which the request left; None if the call takes it along."""
         self.replica = replica
         self._mailbox = mailbox
         self._stream = stream
@@ -52,6 +52,7 @@ class Exchange:
         self._call = call
         self._taken = False
         self._ended = False
+        self._is_deaf = False  # the engine does not even say that it has the request
         self._failure: Refusal | None = None  # the engine's own, if that is how it ended
         call.add_done_callback(lambda _: inbox.wake())
         if line is not None:
@@ -68,12 +69,17 @@ class Exchange:
                 if not self._is_over:
                     await self._inbox.wait()
         except TimeoutError:
+            self._is_deaf = True
             raise InterruptedExchangeError(NOT_TAKEN) from None
         if self._inbox.is_empty:
             await self._arrival()
         self._taken = not self._inbox.is_empty
         if not self._taken:
             raise InterruptedExchangeError(self._reason())
+        if self._line is None:  # the call took the request along; what comes back comes over a line
+            self._line = self._mailbox.line(self.replica)
+            if self._line is not None:
+                self._line.watch(self._inbox)
 
     async def next(self) -> RequestOutput:
         """What the engine has yielded since the last time; the one with a finish_reason is the last.
@@ -95,7 +101,11 @@ class Exchange:
         raise InterruptedExchangeError(self._failure)
 
     def close(self) -> None:
-        """Ends the request unless it has ended. The call of one that has ended ends by itself."""
+        """Ends the request unless it has ended. The call of one that has ended ends by itself.
+
+        So does the call of one that was withdrawn, or whose line is lost, as soon as its engine sees that. Cancelling
+        it is quicker, but not when the engine hangs: Ray, having failed to reach it, would fail to kill it later, too.
+        """
         self._mailbox.discard(self._stream)
         if self._line is not None:
             self._line.unwatch(self._inbox)
@@ -103,6 +113,8 @@ class Exchange:
             return
         if self._line is not None:
             self._line.withdraw(self._stream, self._inbox.request_id)
+            if self._line.is_lost or self._is_deaf:
+                return
         self._call.cancel()
 
     @property

@@ -80,7 +80,7 @@ class RayEngineClient:
         self._calls: set[asyncio.Task[Refusal | None]] = set()
         self._routes: dict[Exchange, Route] = {}
         self._lines: asyncio.Task[None] | None = None
-        self._suspects = Suspects()
+        self._suspects = Suspects(lambda replica: self._mailbox.line(replica) is not None)
         self._resume_timeout_s = resume_timeout_s
         self.resumptions = ResumptionCounts()
 
@@ -149,10 +149,10 @@ class RayEngineClient:
             EngineOverloadedError, EngineUnavailableError, InvalidRequestError: there is none.
         """
         while True:
-            suspects = self._suspects.current()
-            route = self._balancer.begin(way.next_request(), session=session, suspects=suspects)
+            route = self._balancer.begin(way.next_request(), session=session, suspects=self._suspects)
             try:
                 replica = await self._choose(way, route)
+                last_resort = replica in self._suspects
                 exchange = await self._send(route.request, replica)
             except BaseException:
                 self._balancer.end(route)
@@ -162,7 +162,7 @@ class RayEngineClient:
                 await exchange.wait_until_taken(way.attempt_deadline)
             except InterruptedExchangeError as interruption:
                 self._close(exchange)
-                delay = self._interrupted(way, replica, interruption.refusal, last_resort=replica in suspects)
+                delay = self._interrupted(way, replica, interruption.refusal, last_resort=last_resort)
             except BaseException:
                 self._close(exchange)
                 raise

@@ -29,15 +29,22 @@ class EngineRouter(RequestRouter):
         about = pending_request.args[0] if pending_request is not None and pending_request.args else None
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if isinstance(about, Destination) and about.replica in replicas:
-            return [[replicas[about.replica]]]
+            return [[self._without_probe(replicas[about.replica])]]
         if isinstance(about, Route):
             known = {name: self._queue_length(replica) for name, replica in replicas.items()}
-            return [[replicas[about.balancer.choose(about, tuple(replicas), known)]]]
+            return [[self._without_probe(replicas[about.balancer.choose(about, tuple(replicas), known)])]]
         return [self._any(candidate_replicas)]
 
     def _any(self, replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
         """Two at random, the one with fewer open requests first."""
         return sorted(random.sample(replicas, min(2, len(replicas))), key=self._queue_length)
+
+    def _without_probe(self, replica: RunningReplica) -> RunningReplica:
+        """Serve asks a replica whose load it does not know, and of calls in that state it looks after a few at a time:
+        one that hangs would keep those to all others waiting."""
+        if self.replica_queue_len_cache.get(replica.replica_id) is None:
+            self.replica_queue_len_cache.update(replica.replica_id, 0)
+        return replica
 
     def _queue_length(self, replica: RunningReplica) -> int:
         """Serve's number: late, as it rises when a call has been taken, but it counts what others have sent."""

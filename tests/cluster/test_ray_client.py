@@ -393,3 +393,23 @@ async def test_a_request_that_finds_no_replica_in_time_is_unavailable(monkeypatc
 
     with pytest.raises(EngineUnavailableError, match="gone"):
         await outputs_of(Handle(admit))
+
+
+async def test_a_request_that_its_call_took_along_is_interrupted_as_well_when_the_line_breaks(outbox: Outbox) -> None:
+    calls: list[EngineRequest | None] = []
+
+    async def admit(ticket: Ticket, request: EngineRequest | None) -> None:
+        calls.append(request)
+        connection = await outbox.connect(ticket.address)
+        if len(calls) == 1:
+            connection.post([(ticket.stream, tokens(5))])
+            await asyncio.sleep(60)  # it hangs, and so does its call
+        connection.post([(ticket.stream, tokens(6, reason=FinishReason.LENGTH))])
+
+    handle = Handle(admit)
+    generator = client_of(handle).generate(REQUEST)
+    async with asyncio.timeout(5):
+        assert (await anext(generator)).token_ids == (5,)
+        outbox.close()
+        assert [output.token_ids async for output in generator] == [(6,)]
+    assert not handle.cancelled.is_set()  # see Exchange.close

@@ -28,7 +28,10 @@ class Router(EngineRouter):
 
     @property
     def replica_queue_len_cache(self) -> Any:
-        return SimpleNamespace(get=lambda replica_id: self.known.get(replica_id.unique_id))
+        return SimpleNamespace(
+            get=lambda replica_id: self.known.get(replica_id.unique_id),
+            update=lambda replica_id, length: self.known.update({replica_id.unique_id: length}),
+        )
 
 
 @pytest.fixture
