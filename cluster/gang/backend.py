@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from cluster.gang import codec
+from cluster.gang import codec, wire
+from cluster.gang.kv import GangBlocks, check_payload
 from cluster.gang.lines import Call, Lines
 from cluster.gang.wire import GangAddress, Kind, Message
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.kv_blocks import KVBlocks, KVFormat, KVPayload, PendingBlocks
 
 CONNECT_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 7200.0
@@ -39,6 +45,18 @@ class Launcher(ABC):
         """
 
     @abstractmethod
+    def deliver(self, key: int, payload: KVPayload) -> None:
+        """Leaves KV with every host (`Host.payloads`), to be written by a command that names the key. Does not wait."""
+
+    @abstractmethod
+    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
+        """What all hosts have read under a key (`Host.shares`). Any thread may call it, once for each key.
+
+        Raises:
+            BackendError: a host did not give its share in time; one line.
+        """
+
+    @abstractmethod
     def kill(self) -> None:
         """Ends all processes at once, wherever they hang, and gives their place back. May be called more than once."""
 
@@ -49,6 +67,9 @@ class GangBackend(Backend):
         self._launcher = launcher
         self._lines: Lines | None = None
         self._compilations = 0
+        self._kv_format: KVFormat | None = None
+        self._keys = itertools.count()
+        self._unwanted: deque[int] = deque()  # keys of reads that nobody looks at
 
     def load(self, progress: Progress = no_progress) -> BackendInfo:
         lines = self._lines = Lines(
@@ -64,7 +85,8 @@ class GangBackend(Backend):
             raise lines.failed(f"the hosts are not alike: {_differences(answers)}")
         if not self._config.warmup:
             lines.silence_s = self._silence_s
-        return codec.unpack_info(answers[0].content())
+        info, self._kv_format = codec.unpack_info(answers[0].content())
+        return info
 
     def warmup(self, progress: Progress = no_progress) -> None:
         lines = self._started
@@ -89,6 +111,25 @@ class GangBackend(Backend):
                 raise self._started.failed(f"hosts 0 and {rank} sampled different tokens in step {step}")
             self._compilations = max(self._compilations, compilations)
         return codec.unpack_result(reports[0][3])
+
+    def kv_format(self) -> KVFormat:
+        return self._kv_format or super().kv_format()
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
+        key = next(self._keys)
+        unwanted = [self._unwanted.popleft() for _ in range(len(self._unwanted))]
+        command = wire.pack((key, [int(block) for block in block_ids], num_tokens, offset, unwanted))
+        self._started.send(Kind.READ_BLOCKS, command, answered=False)
+        blocks = GangBlocks(partial(self._launcher.collect, key, STEP_SHARE * self._config.step_deadline_s))
+        weakref.finalize(blocks, self._unwanted.append, key)
+        return blocks
+
+    def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
+        check_payload(payload.shares(), self.kv_format())  # here, where it may still be refused, and not on some host
+        key = next(self._keys)
+        self._launcher.deliver(key, payload)
+        command = wire.pack((key, [int(block) for block in block_ids], offset))
+        self._started.send(Kind.WRITE_BLOCKS, command, answered=False)
 
     @property
     def _started(self) -> Lines:

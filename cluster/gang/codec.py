@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cluster.gang.wire import pack
 from engine.backend import BackendInfo, Capabilities
 from engine.batch import LogprobArrays, SamplingArrays, SlotState, StepBatch, StepResult
+from engine.kv_blocks import KVFormat
 
 _INT, _FLOAT, _BOOL, _UINT = (np.dtype(name) for name in ("int32", "float32", "bool", "uint32"))
 
@@ -80,12 +81,16 @@ def token_checksum(result: StepResult) -> int:
     return zlib.crc32(_bytes(result.token_ids, _INT))
 
 
-def pack_info(info: BackendInfo) -> bytes:
-    return pack(asdict(info))
+def pack_info(info: BackendInfo, kv_format: KVFormat | None) -> bytes:
+    return pack({**asdict(info), "kv_format": None if kv_format is None else asdict(kv_format)})
 
 
-def unpack_info(content: Mapping[str, Any]) -> BackendInfo:
-    return BackendInfo(**{**content, "capabilities": Capabilities(**content["capabilities"])})
+def unpack_info(content: Mapping[str, Any]) -> tuple[BackendInfo, KVFormat | None]:
+    """What `pack_info` was given."""
+    fields = dict(content)
+    kv_format = fields.pop("kv_format")
+    info = BackendInfo(**{**fields, "capabilities": Capabilities(**fields["capabilities"])})
+    return info, None if kv_format is None else KVFormat(**kv_format)
 
 
 def _pack(record: Any, fields: Mapping[str, np.dtype[Any]]) -> list[tuple[tuple[int, ...], bytes]]:

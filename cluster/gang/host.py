@@ -104,14 +104,15 @@ class Host:
                 self._running.put((message, self._backend.dispatch(batch)))
             case Kind.LOAD:
                 info = self._backend.load(self._progress)
-                self._send(Kind.DONE, message.number, codec.pack_info(info))
+                kv_format = self._backend.kv_format() if info.capabilities.kv_exchange else None
+                self._send(Kind.DONE, message.number, codec.pack_info(info, kv_format))
             case Kind.WARMUP:
                 self._backend.warmup(self._progress)
                 self._send(Kind.DONE, message.number, b"")
             case Kind.READ_BLOCKS:
-                key, block_ids, num_tokens, unwanted = message.content()
+                key, block_ids, num_tokens, offset, unwanted = message.content()
                 self.shares.drop(unwanted)
-                self.shares.put(key, self._backend.read_blocks(block_ids, num_tokens))
+                self.shares.put(key, self._backend.read_blocks(block_ids, num_tokens, offset))
             case Kind.WRITE_BLOCKS:
                 key, block_ids, offset = message.content()
                 self._backend.write_blocks(block_ids, offset, self.payloads.take(key, PAYLOAD_TIMEOUT_S))

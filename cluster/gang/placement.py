@@ -16,6 +16,7 @@ from cluster import ray_compat
 from cluster.topology import NeuronInstance, TopologyError, TpuSlice, find_topology, tpu_slices
 from engine.backend import BackendError, Progress
 from engine.config import EngineConfig
+from engine.errors import first_line
 
 TIMEOUT_S = 900.0
 """How long an autoscaler may take to bring the machines."""
@@ -190,9 +191,13 @@ def _reserve_slice(config: EngineConfig, wanted: TpuSlice, progress: Progress, t
         reserved = ray_compat.tpu_slice(
             wanted.shape, wanted.generation.ray_version, resources, chips_per_host=chips, timeout_s=timeout_s
         )
-    except (TimeoutError, RuntimeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise BackendError(f"no TPU slice {wanted.name} with {config.num_hosts} hosts is free: {message}") from error
+    except TimeoutError as error:
+        raise BackendError(
+            f"no TPU slice {wanted.name} with {config.num_hosts} hosts was free within {timeout_s:g} s; "
+            "add a slice or free one"
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(f"TPU slice {wanted.name} can't be reserved: {first_line(error)}") from error
     return _Slice(reserved, resources)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +14,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster import ray_compat
 from cluster.gang.backend import Launcher
-from cluster.gang.placement import Reservation, Seat, platform, reserve
+from cluster.gang.kv import merged
+from cluster.gang.placement import TIMEOUT_S, Reservation, Seat, platform, reserve
 from cluster.gang.wire import GangAddress
 from cluster.gang.worker import Worker, WorkerProcess
 from engine.backend import BackendError, HostPlace, Progress
 from engine.config import EngineConfig
 from engine.errors import first_line
+from engine.kv_blocks import KVBlocks, KVPayload
 
 START_TIMEOUT_S = 120.0
 KILL_AFTER_S = 0.5
@@ -50,9 +53,14 @@ class RayLauncher(Launcher):
         return self._actors
 
     def start(self, address: GangAddress, progress: Progress) -> None:
-        # Ray's blocking calls want a thread without an event loop.
-        with ThreadPoolExecutor(1, thread_name_prefix="gang-start") as pool:
-            pool.submit(self._start, address, progress).result()
+        # Ray's blocking calls want a thread without an event loop, and some of them have no deadline.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="gang-start")
+        try:
+            pool.submit(self._start, address, progress).result(TIMEOUT_S + 3 * START_TIMEOUT_S)
+        except TimeoutError:
+            raise BackendError("Ray did not start the worker processes of this engine; see its logs") from None
+        finally:
+            pool.shutdown(wait=False)
 
     def _start(self, address: GangAddress, progress: Progress) -> None:
         kind = platform(self._config)
@@ -96,6 +104,18 @@ class RayLauncher(Launcher):
             )
             .remote(self._log_level)
         )
+
+    def deliver(self, key: int, payload: KVPayload) -> None:
+        kept = ray.put(payload)
+        for actor in self._actors:
+            actor.receive.remote(key, kept)
+
+    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
+        futures = [actor.share.remote(key, timeout_s).future() for actor in self._actors]
+        try:
+            return merged([future.result(timeout_s) for future in futures])
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise BackendError(f"KV could not be read from all hosts: {first_line(error)}") from error
 
     def kill(self) -> None:
         with self._lock:

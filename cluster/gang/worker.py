@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backends import create_backend
@@ -14,6 +15,7 @@ from cluster.gang.wire import GangAddress
 from cluster.logs import configure_logging
 from engine.backend import HostPlace
 from engine.config import EngineConfig
+from engine.kv_blocks import KVBlocks, KVPayload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,25 @@ class Worker:
             OSError: the leader can't be reached.
         """
         self._host = Host(address, place.rank, create_backend(config, place), end_process)
+
+    def receive(self, key: int, payload: KVPayload) -> None:
+        """Takes KV that a command of the leader will write."""
+        self._joined.payloads.put(key, payload)
+
+    def share(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
+        """This host's share of KV that a command of the leader has read.
+
+        Raises:
+            TimeoutError: no such command came.
+            BackendError: the read failed.
+        """
+        return self._joined.shares.take(key, timeout_s).result()
+
+    @property
+    def _joined(self) -> Host:
+        if self._host is None:
+            raise RuntimeError("this worker has no leader yet")
+        return self._host
 
 
 def end_process() -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 from cluster.gang.backend import Launcher
 from cluster.gang.host import Host
+from cluster.gang.kv import merged
 from cluster.gang.wire import GangAddress
 from engine.backend import Backend, Progress
+from engine.kv_blocks import KVBlocks, KVPayload
 
 
 class LocalLauncher(Launcher):
@@ -34,6 +36,13 @@ class LocalLauncher(Launcher):
                 self.hosts[rank].hang_up()
 
         return end
+
+    def deliver(self, key: int, payload: KVPayload) -> None:
+        for host in self.hosts:
+            host.payloads.put(key, payload)
+
+    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
+        return merged([host.shares.take(key, timeout_s).result() for host in self.hosts])
 
     def kill(self) -> None:
         self.killed.set()

@@ -1,19 +1,50 @@
-"""Several JAX processes give what one gives: tokens and log-probabilities of every feature, on a tiny model."""
+"""Several JAX processes, placed and started by Ray, give what one gives: every feature, and KV from and for others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from backends.jax.backend import JaxBackend
 from cluster.gang.backend import GangBackend
+from cluster.gang.ray_launcher import RayLauncher
 from engine.config import EngineConfig
-from tests.backends.jax.engine import Answer, engine
-from tests.backends.jax.test_tensor_parallel import FEATURES, SMALL, logprob_values, requests
+from engine.kv_connector import KVConnector
+from tests.backends.jax.engine import Answer, Engine, engine
+from tests.backends.jax.test_tensor_parallel import SMALL, logprob_values, requests
 from tests.backends.models import tiny_llama
 from tests.cluster.apps import eventually
-from tests.cluster.gang.process_gang import ProcessLauncher
+from tests.engine.loopback import DecodeConnector, PrefillEngine
+
+OPTIONS: dict[str, Any] = {**SMALL, "backend": "cpu", "dtype": "float32", "compilation_cache_dir": "none"}
+
+
+class JaxGang(GangBackend):
+    """A gang whose leader is the test's process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.launcher = RayLauncher(config, name=f"sliceserve:test:{id(self)}:worker", log_level="WARNING")
+        super().__init__(config, self.launcher)
+
+
+@contextmanager
+def gang(
+    model: Path, hosts: int, chips: int, connector: KVConnector | None = None, **options: Any
+) -> Iterator[tuple[Engine, RayLauncher]]:
+    sizes = {"num_hosts": hosts, "tensor_parallel_size": chips, **options}
+    with engine(make_backend=JaxGang, connector=connector, model=str(model), **{**OPTIONS, **sizes}) as running:
+        yield running, running.backend.launcher
+
+
+def assert_alike(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for answer, reference in zip(answers, expected, strict=True):
+        assert (answer.token_ids, answer.finish_reason) == (reference.token_ids, reference.finish_reason)
+        assert np.abs(logprob_values(answer) - logprob_values(reference)).max(initial=0) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -22,40 +53,59 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one_host(model: Path) -> list[Answer]:
+def expected(model: Path) -> list[Answer]:
     with engine(model=str(model), tensor_parallel_size=1, **SMALL) as running:
         return running.run(*requests())
 
 
-@pytest.mark.parametrize(
-    ("hosts", "chips"),
-    [
-        (2, 4),
-        pytest.param(2, 2, marks=pytest.mark.matrix),
-        pytest.param(4, 4, marks=pytest.mark.matrix),
-        pytest.param(4, 8, marks=pytest.mark.matrix),
-    ],
-)
-def test_every_feature_gives_on_several_hosts_what_it_gives_on_one(
-    model: Path, on_one_host: list[Answer], tmp_path: Path, hosts: int, chips: int
-) -> None:
-    launchers: list[ProcessLauncher] = []
-
-    def gang(config: EngineConfig) -> GangBackend:
-        launchers.append(ProcessLauncher(config, tmp_path / "host"))
-        return GangBackend(config, launchers[0])
-
-    options = {**SMALL, "warmup": True, "compilation_cache_dir": "none", "model": str(model)}
-    with engine(make_backend=gang, num_hosts=hosts, tensor_parallel_size=chips, **options) as running:
-        assert running.info.device.startswith(f"cpu x{chips} on {hosts} hosts (float32")
-        assert len(on_one_host) == len(FEATURES)
-        for answer, reference in zip(running.run(*requests()), on_one_host, strict=True):
-            assert (answer.token_ids, answer.finish_reason) == (reference.token_ids, reference.finish_reason)
-            difference = np.abs(logprob_values(answer) - logprob_values(reference))
-            assert difference.max(initial=0) < 1e-4
+def test_two_hosts_give_what_one_gives_and_end_together(serve_url: str, model: Path, expected: list[Answer]) -> None:
+    assert serve_url
+    fetching: list[bool] = []
+    config = EngineConfig.from_args({**OPTIONS, "model": str(model), "block_size": 16})
+    prefill = PrefillEngine(config, JaxBackend(config))
+    connector = DecodeConnector(prefill, wants=lambda _: bool(fetching))
+    with gang(model, 2, 4, connector, warmup=True) as (running, launcher):
+        assert running.info.device.startswith("cpu x4 on 2 hosts (float32")
+        assert_alike(running.run(*requests()), expected)
         assert running.core.metrics().values["compilations_after_warmup"] == 0
 
-        [launcher] = launchers
-        launcher.processes[1].kill()
-        eventually(lambda: running.core.health().reason == "host 1 (127.0.0.1) has died: its process is gone")
-        eventually(lambda: all(process.returncode is not None for process in launcher.processes))
+        fetching.append(True)  # other prompts: those before are cached
+        prompts, sampling = requests()
+        others = [[token + 1 for token in prompt] for prompt in prompts]
+        with engine(model=str(model), tensor_parallel_size=1, **SMALL) as alone:
+            references = alone.run(others, sampling)
+        assert_alike(running.run(others, sampling), references)
+        assert connector.num_fetched >= len(prompts) // 2
+        assert running.core.metrics().values["kv_import_failures"] == 0
+        assert running.core.metrics().values["kv_imported_tokens"] > 100
+
+        processes = list(launcher._processes)
+        processes[1].kill()
+        eventually(lambda: not running.core.health().healthy)
+        assert "has died" in running.core.health().reason
+        eventually(lambda: not any(process.is_running() for process in processes))
+    prefill.stop()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("hosts", "chips"), [(2, 2), (4, 4), (4, 8)])
+def test_any_number_of_hosts_gives_what_one_gives(
+    serve_url: str, model: Path, expected: list[Answer], hosts: int, chips: int
+) -> None:
+    assert serve_url
+    with gang(model, hosts, chips) as (running, _):
+        assert_alike(running.run(*requests()), expected)
+
+
+@pytest.mark.matrix
+def test_one_host_goes_on_with_what_two_have_computed(serve_url: str, model: Path, expected: list[Answer]) -> None:
+    assert serve_url
+    sizes = {"num_hosts": 2, "tensor_parallel_size": 4, "block_size": 16}
+    config = EngineConfig.from_args({**OPTIONS, "model": str(model), **sizes})
+    prefill = PrefillEngine(config, JaxGang(config))
+    connector = DecodeConnector(prefill)
+    with engine(model=str(model), connector=connector, **{**OPTIONS, "tensor_parallel_size": 1}) as running:
+        assert_alike(running.run(*requests()), expected)
+        assert running.core.metrics().values["kv_imported_tokens"] > 100
+        assert running.core.metrics().values["kv_import_failures"] == 0
+    prefill.stop()

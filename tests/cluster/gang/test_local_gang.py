@@ -20,9 +20,11 @@ from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Prog
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv_connector import KVConnector
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from tests.cluster.apps import eventually
 from tests.cluster.gang.local_gang import LocalLauncher
+from tests.engine.loopback import DecodeConnector, PrefillEngine
 
 OPTIONS = {"backend": "mock", "num_hosts": 2, "tensor_parallel_size": 2, "max_decode_seqs": 8, "step_deadline_s": 2.0}
 FEATURES: tuple[dict[str, object], ...] = (
@@ -71,10 +73,10 @@ def hang(result: StepResult) -> StepResult:
 
 
 class Running:
-    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+    def __init__(self, config: EngineConfig, backend: Backend, connector: KVConnector | None = None) -> None:
         self.outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
         self.phases: list[str] = []
-        self.core = EngineCore(config, backend, self.outputs.put)
+        self.core = EngineCore(config, backend, self.outputs.put, connector)
         self.core.load(lambda phase, *_: self.phases.append(phase))
         self.core.start()
 
@@ -101,7 +103,7 @@ def gang(*backends: Backend, **options: object) -> Iterator[tuple[Running, Local
         yield running, launcher, backend
     finally:
         running.core.stop()
-        assert launcher.killed.is_set()
+        assert launcher.killed.wait(2)
         eventually(lambda: all(released.is_set() for released in launcher.released))
 
 
@@ -110,7 +112,7 @@ def failure_of(flaw: Callable[[StepResult], StepResult]) -> str:
     config = EngineConfig.from_args(OPTIONS)
     with gang(MockBackend(config), Flawed(config, flaw)) as (running, launcher, _):
         errors = {outputs[-1].error for outputs in running.run().values()}
-        assert launcher.killed.is_set()
+        assert launcher.killed.wait(2)
         assert not running.core.health().healthy
     [error] = errors
     assert error is not None
@@ -158,7 +160,7 @@ def test_a_host_that_dies_is_noticed_while_there_is_nothing_to_do() -> None:
         launcher.hosts[1].hang_up()
         eventually(lambda: not running.core.health().healthy, 2)
         assert "host 1 (127.0.0.1) has died" in running.core.health().reason
-        assert launcher.killed.is_set()
+        assert launcher.killed.wait(2)
 
 
 def test_hosts_that_are_not_alike_do_not_begin() -> None:
@@ -169,7 +171,7 @@ def test_hosts_that_are_not_alike_do_not_begin() -> None:
     with pytest.raises(BackendError, match="not alike: vocab_size is 49152 on host 0 and 100 on host 1"):
         backend.load()
     backend.close()
-    assert launcher.killed.is_set()
+    assert launcher.killed.wait(2)
 
 
 def test_a_host_that_can_not_load_says_why() -> None:
@@ -215,10 +217,27 @@ def test_an_answer_that_makes_no_sense_ends_the_gang(says: bytes, reason: str) -
     backend = GangBackend(config, launcher)
     with pytest.raises(BackendError, match=reason):
         backend.load()
-    assert launcher.killed.is_set()
+    assert launcher.killed.wait(2)
     assert launcher.stranger.recv(1) == b""  # it was sent away
     launcher.line.close()
     backend.close()
+
+
+def test_kv_goes_from_gang_to_gang() -> None:
+    config = EngineConfig.from_args({**OPTIONS, "max_num_batched_tokens": 16})
+    launchers = [LocalLauncher([MockBackend(config) for _ in range(2)]) for _ in range(2)]
+    prefill = PrefillEngine(config, GangBackend(config, launchers[0]))
+    decode = Running(config, GangBackend(config, launchers[1]), DecodeConnector(prefill))
+    alone = Running(config, MockBackend(config))
+    tokens = {name: [t for o in outputs for t in o.token_ids] for name, outputs in decode.run().items()}
+    assert tokens == {name: [t for o in outputs for t in o.token_ids] for name, outputs in alone.run().items()}
+    assert decode.core.metrics().values["kv_imported_tokens"] == 3 * 40  # prompt logprobs have to be computed here
+    assert decode.core.metrics().values["kv_import_failures"] == 0
+    unread = launchers[0].hosts[0].shares
+    for core in (decode.core, alone.core, prefill.core):
+        core.stop()
+    prefill.stop()
+    assert not unread._things
 
 
 def test_commands_out_of_order_are_refused_by_the_host() -> None:
