@@ -7,19 +7,28 @@ block that is about to be overwritten right before the step that does it, so not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from engine.backend import Backend
 from engine.batch_builder import Chunk
+from engine.kv_blocks import PendingBlocks
 from engine.kv_cache import HashedBlock
 from engine.kv_connector import KVConnector, KVExport
 from engine.metrics import EngineMetrics
 from engine.running import RequestState
 
 
+class BlockReader(Protocol):
+    """The part of a Backend that is needed here."""
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks: ...
+
+
 class KVExports:
     """Called by the engine's loop around each step."""
 
-    def __init__(self, connector: KVConnector, backend: Backend, *, block_size: int, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, connector: KVConnector, backend: BlockReader, *, block_size: int, metrics: EngineMetrics
+    ) -> None:
         self._connector = connector
         self._backend = backend
         self._block_size = block_size

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.cli.flags import FlagError, FlagParser
 from cluster.plan.errors import PlanError
 from cluster.routing.policies import POLICIES
+from cluster.simulate.disaggregation import LinkModel
 from cluster.simulate.distributions import EXAMPLE, Distribution
 from cluster.simulate.errors import SimulationError
 from cluster.simulate.models import EngineModel, mock_model
@@ -20,6 +21,7 @@ from cluster.simulate.trace import TraceRow, read_trace
 from cluster.simulate.workload import Shape
 from cluster.topology import TopologyError
 from engine.config import ConfigError, EngineConfig
+from engine.pools import prefill_config
 
 DESCRIPTION = """Simulate a cluster: the real scheduler, routing and autoscaling policies in virtual time, over the mock
 backend's cost model or a TPU slice's roofline, on synthetic load or a trace. docs/cluster.md explains the numbers."""
@@ -27,8 +29,15 @@ backend's cost model or a TPU slice's roofline, on synthetic load or a trace. do
 STEP_MS, PREFILL_MS_PER_TOKEN = 20.0, 0.05
 """An engine of which nothing else is said: about an 8B model on eight chips of v5e."""
 
+TRANSFER_GB_PER_S, TRANSFER_MS = 5.0, 5.0
+KV_BYTES_PER_TOKEN = 131_072
+"""An 8B model's in bfloat16: 32 layers, 8 heads of 128."""
+
+_LINK_FLAGS = ("transfer_gb_per_s", "transfer_ms", "kv_bytes_per_token")
 _ENGINE_OPTIONS = (
-    *("data_parallel_size", "min_replicas", "max_replicas", "downscale_delay_s", "slo_ttft_ms", "slo_tpot_ms"),
+    *("data_parallel_size", "disagg_topo", "min_replicas", "max_replicas", "prefill_min_replicas"),
+    *("prefill_max_replicas", "downscale_delay_s", "slo_ttft_ms", "slo_tpot_ms", "disagg_min_prefill_tokens"),
+    *("prefill_block_size", "prefill_num_blocks", "prefill_max_num_batched_tokens", "prefill_max_seqs"),
     *("num_ingress_replicas", "sticky_sessions", "max_queued_requests", "max_decode_seqs", "max_num_batched_tokens"),
     *("max_prefill_seqs", "max_model_len", "num_blocks", "block_size", "enable_prefix_cache_hbm"),
     *("enable_chunked_prefill", "mock_step_ms", "mock_prefill_ms_per_token"),
@@ -73,7 +82,7 @@ def _policies(text: str) -> list[str]:
 def _scenario(flags: argparse.Namespace) -> Scenario:
     load = _load(flags)
     config = _config(flags)
-    model = _model(flags, config, load)
+    model, prefill_model = _models(flags, config, load)
     if isinstance(load, Shape):
         load = _shape(flags, model.info.max_model_len)
     return Scenario(
@@ -84,6 +93,8 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
         trace_speed=flags.trace_speed or 1.0,
         startup_s=flags.startup_s,
         failures_s=flags.failures_s,
+        prefill_model=prefill_model,
+        link=None if prefill_model is None else _link(flags, model),
         seed=flags.seed,
     )
 
@@ -135,6 +146,30 @@ def _config(flags: argparse.Namespace) -> EngineConfig:
     return config
 
 
+def _models(
+    flags: argparse.Namespace, config: EngineConfig, load: Shape | tuple[TraceRow, ...]
+) -> tuple[EngineModel, EngineModel | None]:
+    """The engines that answer, and those that only prefill, if there are any."""
+    if config.disagg_topo is None:
+        for name in _LINK_FLAGS:
+            if getattr(flags, name) is not None:
+                raise FlagError(f"--{name} is about prefill and decode pools; set --disagg_topo or leave it out")
+        return _model(flags, config, load), None
+    return _model(flags, config, load), _model(flags, prefill_config(config), load)
+
+
+def _link(flags: argparse.Namespace, model: EngineModel) -> LinkModel:
+    info = model.info
+    if flags.model is not None and flags.kv_bytes_per_token is not None:
+        raise FlagError("--kv_bytes_per_token is about engines without --model; leave one of them out")
+    own = KV_BYTES_PER_TOKEN if flags.model is None else info.bytes_per_block / info.block_size
+    return LinkModel(
+        bytes_per_s=(flags.transfer_gb_per_s or TRANSFER_GB_PER_S) * 1e9,
+        latency_s=(TRANSFER_MS if flags.transfer_ms is None else flags.transfer_ms) / 1000,
+        bytes_per_token=flags.kv_bytes_per_token or own,
+    )
+
+
 def _model(flags: argparse.Namespace, config: EngineConfig, load: Shape | tuple[TraceRow, ...]) -> EngineModel:
     if flags.model is None:
         return mock_model(config)
@@ -158,6 +193,17 @@ def _parser() -> FlagParser:
         "--startup_s", type=_seconds, default=60.0, help="start-up time of an added replica (default: %(default)s)"
     )
     engine.add_argument("--failures_s", type=_positive, help="mean time between failures of a replica (default: never)")
+    engine.add_argument(
+        "--transfer_gb_per_s",
+        type=_positive,
+        help=f"of KV between pools, for each replica and direction (default: {TRANSFER_GB_PER_S:g})",
+    )
+    engine.add_argument(
+        "--transfer_ms", type=_seconds, help=f"added to each transfer and call between pools (default: {TRANSFER_MS:g})"
+    )
+    engine.add_argument(
+        "--kv_bytes_per_token", type=_count, help=f"of engines without --model (default: {KV_BYTES_PER_TOKEN})"
+    )
     _add_load(parser)
     run = parser.add_argument_group("Run and report")
     run.add_argument(

@@ -16,6 +16,10 @@ from cluster.simulate.models import EngineModel
 from cluster.simulate.timeline import Timeline
 from engine.batch import Int32, StepBatch, StepResult
 from engine.core import QueueFullError
+from engine.kv_blocks import KVBlocks, KVPayload, PendingBlocks
+from engine.kv_connector import KVConnector
+from engine.kv_exports import KVExports
+from engine.kv_imports import KVExchange
 from engine.metrics import EngineMetrics, MetricsSnapshot
 from engine.news import CacheJournal, EngineNews
 from engine.request import EngineRequest, RequestOutput
@@ -40,23 +44,34 @@ class SimulatedEngine:
         emit: Callable[[list[RequestOutput]], None],
         *,
         journal: bool = False,
+        connector: KVConnector | None = None,
     ) -> None:
         """
         Args:
             emit: called as EngineCore calls it: once per step, with the outputs of all requests.
             journal: whether somebody takes the news, which tell what changes in the cache.
+            connector: brings KV from elsewhere and takes it there.
         """
         self._model = model
         self._timeline = timeline
         self._emit = emit
         self.metrics = EngineMetrics(slo_ttft_ms=model.slo_ttft_ms, slo_tpot_ms=model.slo_tpot_ms)
         self._journal = CacheJournal() if journal else None
-        self._scheduler = Scheduler(model.limits, model.info, self.metrics, clock=timeline, journal=self._journal)
+        self._exports: KVExports | None = None
+        exchange = None
+        if connector is not None:
+            connector.attach(self._wake)
+            exchange = KVExchange(connector=connector, write_blocks=_write_nothing)
+            size = model.info.block_size
+            self._exports = KVExports(connector, _NoBlocks(), block_size=size, metrics=self.metrics)
+        self._scheduler = Scheduler(
+            model.limits, model.info, self.metrics, clock=timeline, journal=self._journal, exchange=exchange
+        )
         self._live: dict[str, RequestState] = {}
         self._submitted: list[RequestState] = []
         self._in_flight: _Dispatched | None = None  # nobody waits for it yet
         self._awaited: _Dispatched | None = None
-        self._device_free_at = 0.0
+        self.device_free_at = 0.0  # when all dispatched steps are done
         self._is_awake = False
         self._is_stopped = False
         self._sampled: Int32 = np.full(model.limits.running, SAMPLED, np.int32)
@@ -97,6 +112,9 @@ class SimulatedEngine:
         )
         self._live[state.request_id] = state
         self._submitted.append(state)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
             self._timeline.at(self._timeline.now, self._turn)
@@ -115,11 +133,14 @@ class SimulatedEngine:
             return
         if self._awaited is not None:
             awaited, self._awaited = self._awaited, None
-            self._deliver(self._scheduler.collect(awaited.step, self._result(awaited.step.batch)))
+            outputs = self._scheduler.collect(awaited.step, self._result(awaited.step.batch))
+            if self._exports is not None:
+                self._exports.after_collect(self._scheduler.take_computed())
+            self._deliver(outputs)
         while True:
-            outputs = self._take_in()
+            outputs = self._take_in() + self._scheduler.take_kv_events()
             scheduled = self._scheduler.schedule()
-            pending = None if scheduled is None else self._dispatch(scheduled)
+            pending = self._dispatch(scheduled)
             if self._model.info.capabilities.overlap:
                 ready, self._in_flight = self._in_flight, pending
             else:
@@ -131,11 +152,11 @@ class SimulatedEngine:
                 return
             if pending is None:
                 break
-        if self._scheduler.has_work:
+        if self._scheduler.has_work and not self._scheduler.awaits_kv:
             raise RuntimeError("the scheduler has requests and nothing to do")
-        self._is_awake = bool(self._submitted)  # by whoever heard of the last outputs
-        if self._is_awake:
-            self._timeline.at(self._timeline.now, self._turn)
+        self._is_awake = False
+        if self._submitted:  # by whoever heard of the last outputs
+            self._wake()
 
     def _take_in(self) -> list[RequestOutput]:
         submitted, self._submitted = self._submitted, []
@@ -148,13 +169,19 @@ class SimulatedEngine:
                 outputs.append(RequestOutput(request_id=state.request_id, finish_reason=reason))
         return outputs
 
-    def _dispatch(self, scheduled: ScheduledStep) -> _Dispatched:
-        cost_s = self._model.clock.step_s(scheduled.batch)
-        self._device_free_at = max(self._device_free_at, self._timeline.now) + cost_s
+    def _dispatch(self, step: ScheduledStep | None) -> _Dispatched | None:
+        if self._exports is not None:
+            self._exports.before_step(self._scheduler.take_evicted())
+        if step is None:
+            return None
+        cost_s = self._model.clock.step_s(step.batch)
+        self.device_free_at = max(self.device_free_at, self._timeline.now) + cost_s
         self.busy_s += cost_s
         self.num_steps += 1
-        self.num_tokens += scheduled.batch.num_tokens
-        return _Dispatched(scheduled, self._device_free_at)
+        self.num_tokens += step.batch.num_tokens
+        if self._exports is not None:
+            self._exports.after_dispatch(step.chunks)
+        return _Dispatched(step, self.device_free_at)
 
     def _result(self, batch: StepBatch) -> StepResult:
         sampled = self._sampled[: batch.num_rows]
@@ -169,6 +196,20 @@ class SimulatedEngine:
                 del self._live[output.request_id]
         if outputs:
             self._emit(outputs)
+
+
+class _NoBlocks(PendingBlocks):
+    """What is read from a cache without content."""
+
+    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:  # noqa: ARG002
+        return self
+
+    def result(self) -> Sequence[KVBlocks]:
+        return ()
+
+
+def _write_nothing(block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
+    """KV that arrives is kept account of only."""
 
 
 def _with_outputs(state: RequestState) -> EngineRequest:

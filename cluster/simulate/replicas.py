@@ -13,10 +13,15 @@ from cluster.simulate.models import EngineModel
 from cluster.simulate.routing import Route, Routers
 from cluster.simulate.timeline import Timeline
 from engine.core import QueueFullError
+from engine.kv_connector import KVConnector
 from engine.request import EngineRequest, RequestOutput
 
 NEWS_INTERVAL_S = 1.0
 """A busy engine tells routers of its load so often at least, and when a request has its first token or has ended."""
+
+
+DoneAt = Callable[[], float]
+"""Says when an engine's device will have done all that it has been given."""
 
 
 class Listener(Protocol):
@@ -70,9 +75,25 @@ class _Open:
 
 class Pool:
     def __init__(
-        self, name: str, model: EngineModel, timeline: Timeline, routers: Routers, listener: Listener, startup_s: float
+        self,
+        name: str,
+        model: EngineModel,
+        timeline: Timeline,
+        routers: Routers,
+        listener: Listener,
+        *,
+        startup_s: float,
+        connect: Callable[[DoneAt], KVConnector] | None = None,
+        resumes: bool = True,
     ) -> None:
+        """
+        Args:
+            connect: makes each engine's connector.
+            resumes: whether the requests of a replica that fails go on elsewhere; else they are refused.
+        """
         self.name = name
+        self._connect = connect
+        self._resumes = resumes
         self.model = model
         self.replicas: list[Replica] = []  # all there have ever been
         self.num_resumed = 0
@@ -173,6 +194,9 @@ class Pool:
             open_ = self._open.pop(request.request_id)
             if open_.route is not None:
                 open_.route.ended()
+            if not self._resumes:
+                self._listener.refused(open_.name)
+                continue
             self.num_resumed += 1
             open_.request = replace(request, request_id=f"{request.request_id}+")
             open_.has_begun = False
@@ -181,7 +205,13 @@ class Pool:
     def _start(self, delay_s: float) -> None:
         name = f"{self.name}-{len(self.replicas)}"
         emit: Callable[[list[RequestOutput]], None] = lambda outputs: self._emitted(replica, outputs)  # noqa: E731
-        engine = SimulatedEngine(self.model, self._timeline, emit, journal=self._routers.reads_prefixes)
+        engine = SimulatedEngine(
+            self.model,
+            self._timeline,
+            emit,
+            journal=self._routers.reads_news_of_caches,
+            connector=None if self._connect is None else self._connect(lambda: engine.device_free_at),
+        )
         replica = Replica(name, engine, self._timeline.now)
         self.replicas.append(replica)
         if delay_s:

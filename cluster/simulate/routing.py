@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cluster.balancer import UNHEARD_ASSUMED_S
 from cluster.routing.chain import SHORT_HASH_BYTES
-from cluster.routing.fleet import Fleet, Question
+from cluster.routing.fleet import ASSUMED_S, Fleet, Question
 from cluster.routing.policies import RoutingPolicy, create_policy
 from engine.news import EngineNews
 from engine.request import EngineRequest
@@ -30,16 +31,25 @@ class Routers:
         block_size: int,
         sticky_sessions: bool,
         caching: bool,
+        hears_news: bool = True,
         rng: random.Random,
         clock: Callable[[], float],
     ) -> None:
+        """
+        Args:
+            count: ingresses, each with a router of its own.
+            hears_news: whether engines tell these routers of their load and cache.
+        """
         self._rng = rng
         self._routers: list[_Router] = []
         for _ in range(count):
             chooser = create_policy(policy, rng, sticky_sessions=sticky_sessions)
             prefixes = caching and chooser.reads_prefixes
-            self._routers.append(_Router(Fleet(block_size=block_size, prefixes=prefixes, clock=clock), chooser))
-        self.reads_prefixes = caching and self._routers[0].policy.reads_prefixes
+            assumed_s = ASSUMED_S if hears_news else UNHEARD_ASSUMED_S
+            fleet = Fleet(block_size=block_size, prefixes=prefixes, assumed_s=assumed_s, clock=clock)
+            self._routers.append(_Router(fleet, chooser))
+        self._hears_news = hears_news
+        self.reads_news_of_caches = hears_news and caching and self._routers[0].policy.reads_prefixes
 
     def route(self, request: EngineRequest, session: str, replicas: Sequence[str]) -> Route:
         """Chooses a replica as one of the ingresses, and tells its fleet that the request has left."""
@@ -62,6 +72,8 @@ class Routers:
 
     def hear(self, replica: str, news: EngineNews) -> None:
         """News of an engine reach all ingresses at once."""
+        if not self._hears_news:
+            return
         added = [known[:SHORT_HASH_BYTES] for known, is_there in news.cache.items() if is_there]
         removed = [known[:SHORT_HASH_BYTES] for known, is_there in news.cache.items() if not is_there]
         for router in self._routers:

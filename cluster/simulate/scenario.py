@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.autoscaling import scaling_options
+from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.plan.workload import Slo
 from cluster.roles import Role
+from cluster.simulate.disaggregation import DecodeConnector, LinkModel, PrefillConnector, PrefillDesk
 from cluster.simulate.models import EngineModel
-from cluster.simulate.replicas import Pool
+from cluster.simulate.replicas import DoneAt, Listener, Pool
 from cluster.simulate.report import Report, summarize
 from cluster.simulate.routing import Routers
 from cluster.simulate.scaling import ScalingLoop, repeat_failures
@@ -19,7 +21,8 @@ from cluster.simulate.timeline import Timeline
 from cluster.simulate.trace import TraceRow, TraceWorkload
 from cluster.simulate.workload import Job, Shape, SyntheticWorkload
 from engine.config import EngineConfig
-from engine.pools import Pools
+from engine.kv_connector import KVConnector
+from engine.pools import Pools, prefill_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,8 @@ class Scenario:
     trace_speed: float = 1.0
     startup_s: float = 60.0  # of a replica that autoscaling adds, or that replaces one that has failed
     failures_s: float | None = None  # mean time between failures of one replica; None: they don't fail
+    prefill_model: EngineModel | None = None  # where config.disagg_topo asks for pools
+    link: LinkModel | None = None  # between them
     seed: int = 0
 
     @property
@@ -52,31 +57,90 @@ class Scenario:
 
 def simulate(scenario: Scenario, policy: str) -> Report:
     """Runs a scenario under one routing policy to its end."""
-    config, timeline = scenario.config, Timeline()
-    simulation = Simulation(timeline, scenario.jobs(), scenario.num_requests)
-    routers = Routers(
-        policy,
-        count=config.num_ingress_replicas,
-        block_size=scenario.model.info.block_size,
-        sticky_sessions=config.sticky_sessions,
-        caching=scenario.model.limits.caching,
-        rng=random.Random(f"routing {scenario.seed}"),
-        clock=timeline,
-    )
-    pool = Pool("engine", scenario.model, timeline, routers, simulation, scenario.startup_s)
-    simulation.serve_with(pool)
-    _populate(pool, config, Role.UNIFIED, Pools.of(config).decode, timeline)
-    if scenario.failures_s is not None:
-        rng = random.Random(f"failures {scenario.seed}")
-        mean_s = scenario.failures_s
-        repeat_failures(pool, timeline, lambda: rng.expovariate(1 / mean_s), rng.randrange)
-    simulation.run()
-    return summarize(policy, simulation, [pool], scenario.slo)
+    return _Cluster(scenario, policy).run()
 
 
-def _populate(pool: Pool, config: EngineConfig, role: Role, started: int, timeline: Timeline) -> None:
-    options = scaling_options(config, role)
-    if options is not None:
-        started = max(started, options.min_replicas)
-        ScalingLoop(pool, options, timeline).start()
-    pool.scale_to(started, at_once=True)
+class _Cluster:
+    """The pools of one simulation."""
+
+    def __init__(self, scenario: Scenario, policy: str) -> None:
+        self._scenario = scenario
+        self._policy = policy
+        self._timeline = Timeline()
+        self._simulation = Simulation(self._timeline, scenario.jobs(), scenario.num_requests)
+        self._pools: list[Pool] = []
+        desk = self._prefill_pool() if scenario.prefill_model is not None else None
+        role = Role.UNIFIED if desk is None else Role.DECODE
+        fixed = scenario.config.disagg_min_prefill_tokens
+        pool = self._pool(
+            role,
+            scenario.config,
+            scenario.model,
+            self._simulation,
+            connect=None if desk is None else lambda _: DecodeConnector(desk, PrefillThreshold(fixed)),
+        )
+        self._simulation.serve_with(pool)
+
+    def run(self) -> Report:
+        self._simulation.run()
+        return summarize(self._policy, self._simulation, self._pools, self._scenario.slo)
+
+    def _prefill_pool(self) -> PrefillDesk:
+        scenario = self._scenario
+        assert scenario.prefill_model is not None
+        assert scenario.link is not None
+        desk = PrefillDesk(self._timeline, scenario.link)
+        desk.pool = self._pool(
+            Role.PREFILL,
+            prefill_config(scenario.config),
+            scenario.prefill_model,
+            desk,
+            connect=lambda done_at: PrefillConnector(desk, done_at),
+        )
+        return desk
+
+    def _pool(
+        self,
+        role: Role,
+        config: EngineConfig,
+        model: EngineModel,
+        listener: Listener,
+        *,
+        connect: Callable[[DoneAt], KVConnector] | None,
+    ) -> Pool:
+        scenario, timeline = self._scenario, self._timeline
+        routers = Routers(
+            self._policy,
+            count=config.num_ingress_replicas if role is not Role.PREFILL else 1,
+            block_size=model.info.block_size,
+            sticky_sessions=config.sticky_sessions,
+            caching=model.limits.caching,
+            hears_news=role is not Role.PREFILL,
+            rng=random.Random(f"routing {role} {scenario.seed}"),
+            clock=timeline,
+        )
+        pool = Pool(
+            role.value,
+            model,
+            timeline,
+            routers,
+            listener,
+            startup_s=scenario.startup_s,
+            connect=connect,
+            resumes=role is not Role.PREFILL,
+        )
+        self._pools.append(pool)
+        pools = Pools.of(scenario.config)
+        self._populate(pool, config, role, pools.prefill if role is Role.PREFILL else pools.decode)
+        return pool
+
+    def _populate(self, pool: Pool, config: EngineConfig, role: Role, started: int) -> None:
+        options = scaling_options(config, role)
+        if options is not None:
+            started = max(started, options.min_replicas)
+            ScalingLoop(pool, options, self._timeline).start()
+        pool.scale_to(started, at_once=True)
+        mean_s = self._scenario.failures_s
+        if mean_s is not None:
+            rng = random.Random(f"failures {role} {self._scenario.seed}")
+            repeat_failures(pool, self._timeline, lambda: rng.expovariate(1 / mean_s), rng.randrange)

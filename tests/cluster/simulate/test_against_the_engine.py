@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,13 +138,17 @@ def test_the_same_steps_as_the_engine_takes(capabilities: Capabilities, seed: in
 
 
 def test_latencies_are_those_of_the_engine_in_real_time() -> None:
-    config = config_of(mock_step_ms=10, mock_prefill_ms_per_token=0.2, num_blocks=400)
+    """Within 10 %; steps are long, and there is a second and a third try, because other processes take time as well."""
+    config = config_of(mock_step_ms=25, mock_prefill_ms_per_token=0.2, num_blocks=400, max_decode_seqs=24)
     rng = random.Random(1)
-    requests = requests_of(rng, 24)
+    requests = [replace(one, sampling=replace(one.sampling, max_tokens=25)) for one in requests_of(rng, 24)]
     gaps = [rng.expovariate(1 / 0.04) for _ in requests]
-    real, virtual = real_latencies(config, requests, gaps), virtual_latencies(config, requests, gaps)
-    for name in ("ttft", "tpot"):
-        assert mean(virtual[name]) == pytest.approx(mean(real[name]), rel=0.15), name
+    virtual = means(virtual_latencies(config, requests, gaps))
+    for _ in range(3):
+        real = means(real_latencies(config, requests, gaps))
+        if virtual == pytest.approx(real, rel=0.1):
+            return
+    assert virtual == pytest.approx(real, rel=0.1)
 
 
 class Latencies:
@@ -206,5 +211,5 @@ def virtual_latencies(config: EngineConfig, requests: list[EngineRequest], gaps:
     return latencies.result()
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def means(latencies: dict[str, list[float]]) -> dict[str, float]:
+    return {name: sum(values) / len(values) for name, values in latencies.items()}

@@ -81,6 +81,8 @@ def test_a_slice_s_roofline_gives_the_times_of_a_plan(capsys: pytest.CaptureFixt
         (["--burstiness=2"], "needs --arrival=bursty"),
         (["--think_s=2"], "needs --turns of 2 or more"),
         (["--max_replicas=2", "--min_replicas=3"], "min_replicas=3 is more than max_replicas=2"),
+        (["--transfer_ms=3"], "--transfer_ms is about prefill and decode pools"),
+        (["--disagg_topo=1"], "give prefill and decode replicas as P,D"),
         (["--max_model_len=0"], "max_model_len"),
         (["--thinks=3"], "did you mean --think_s?"),
     ],
