@@ -160,6 +160,8 @@ def select_platform(config: EngineConfig, place: HostPlace | None = None) -> Har
         raise BackendError(f"JAX does not start on this machine's {platform}: {first_line(error)}") from error
     if devices[0].platform != platform:
         raise BackendError(f"JAX runs on {devices[0].platform} in this process already, backend wants {platform}")
+    if place is not None and jax.process_index() != place.rank:
+        raise BackendError(f"host {place.rank} is number {jax.process_index()} of its slice: check TPU_WORKER_ID")
     if len(devices) < needed:
         most = len(devices) * config.num_hosts
         whose = "of this machine" if config.num_hosts == 1 else f"of {config.num_hosts} hosts like this one"

@@ -208,6 +208,13 @@ class Lines:
     # -- the reading thread
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except Exception as error:  # nobody else would notice what comes
+            logger.exception("the lines of a gang are not read any more")
+            self.failed(f"internal error: {type(error).__name__}: {first_line(error)}")
+
+    def _read_all(self) -> None:
         with selectors.DefaultSelector() as selector:
             for peer in self._peers:
                 selector.register(peer.line, selectors.EVENT_READ, peer)
