@@ -64,7 +64,7 @@ class Continuation:
         self._held = False  # whether an engine has it now
         self._interrupted = False
         self._loss = ""  # how the last engine that had it was lost
-        self.deadline = _now() + max(ADMISSION_TIMEOUT_S, wake_timeout_s or 0.0)
+        self.deadline = _now() + (ADMISSION_TIMEOUT_S if wake_timeout_s is None else wake_timeout_s)
         """By when an engine must have taken it."""
 
     @property

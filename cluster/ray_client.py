@@ -242,7 +242,7 @@ class RayEngineClient:
     async def _ask(self, method: str) -> Any:
         """Calls a method of any replica that is up."""
         try:
-            async with asyncio.timeout(max(CONTROL_TIMEOUT_S, self._wake_timeout_s or 0.0)):
+            async with asyncio.timeout(CONTROL_TIMEOUT_S if self._wake_timeout_s is None else self._wake_timeout_s):
                 return await ray_compat.by_reference(self._engine, method).remote()
         except (TimeoutError, *ray_compat.OVERLOADED_ERRORS, *ray_compat.UNAVAILABLE_ERRORS) as error:
             raise EngineUnavailableError(NO_ENGINE) from error

@@ -12,12 +12,21 @@ import httpx
 import pytest
 from ray import serve
 
-from cluster.autoscaling import Autoscaler, EngineSignals, PoolState, ScalingOptions, ServePolicy, serve_options
+from cluster.autoscaling import (
+    Autoscaler,
+    EngineSignals,
+    PoolState,
+    ScalingOptions,
+    ServePolicy,
+    scaling_options,
+    serve_options,
+)
 from cluster.roles import Role
 from cluster.scaling_signals import WINDOW_S, SignalWindow
 from engine.config import ConfigError, EngineConfig
 from engine.limits import Limits
 from engine.metrics import EngineMetrics
+from engine.pools import prefill_config
 from tests.cluster.apps import completion, deployed, eventually, metric
 
 IDLE = EngineSignals(
@@ -175,6 +184,16 @@ def test_what_serve_is_told_makes_the_policy() -> None:
     assert (options["min_replicas"], options["initial_replicas"], options["max_replicas"]) == (0, 2, 4)
     ServePolicy(**options["policy"]["policy_kwargs"])
     assert serve_options(EngineConfig.from_args({"backend": "mock"}), Role.UNIFIED, 1) is None
+
+
+def test_pools_have_bounds_of_their_own() -> None:
+    bounds = {"disagg_topo": "1,2", "min_replicas": 2, "max_replicas": 5, "prefill_max_replicas": 3}
+    config = EngineConfig.from_args({"backend": "mock", **bounds})
+    assert scaling_options(config, Role.DECODE) == ScalingOptions(role=Role.DECODE, min_replicas=2, max_replicas=5)
+    prefill = scaling_options(prefill_config(config), Role.PREFILL)
+    assert prefill == ScalingOptions(role=Role.PREFILL, min_replicas=1, max_replicas=3)
+    fixed = EngineConfig.from_args({"backend": "mock", "disagg_topo": "1,2", "max_replicas": 5})
+    assert scaling_options(prefill_config(fixed), Role.PREFILL) is None
 
 
 @pytest.mark.parametrize(
