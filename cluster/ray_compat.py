@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 from ray.serve import context as serve_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.util.tpu import SlicePlacementGroup
 
 KV_NAMESPACE = "sliceserve"
@@ -32,6 +32,12 @@ OVERLOADED_ERRORS = (BackPressureError,)
 def by_reference(handle: DeploymentHandle[Any], method: str) -> Any:
     """A handle to `method` that never takes Serve's gRPC path, which leaks object references and refuses 4 MiB."""
     return handle.options(method_name=method, _by_reference=True)
+
+
+async def reference(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
+    """The object that the result of a call by reference is. The caller owns it."""
+    ref: ray.ObjectRef[Any] = await response._to_object_ref()
+    return ref
 
 
 async def choose(handle: DeploymentHandle[Any], hint: object) -> str:

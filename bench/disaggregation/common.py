@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,40 +53,47 @@ def application(app: serve.Application, name: str) -> Iterator[None]:
         serve.delete(name)
 
 
-@asynccontextmanager
-async def fetching(config: EngineConfig, application_name: str) -> AsyncIterator[Any]:
-    """Gives a function that fetches the KV of so many random tokens from the deployment Prefill, in this process."""
-    handle: Any = serve.get_deployment_handle("Prefill", application_name)
-    pool = ServePrefillPool(handle, Balancer.of(config, hears_news=False))
-    transport = ObjectStoreTransport.of(config)
-    rng = np.random.default_rng()
-    count = 0
+class Decoder:
+    """A decode replica's part of transfers, in this process. Create one: Serve's handles stay with their event loop."""
 
-    async def fetch(num_tokens: int, kv_format: KVFormat) -> FetchRecord:
-        nonlocal count
-        count += 1
-        tokens = tuple(rng.integers(1000, 40000, num_tokens).tolist())
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._transport = ObjectStoreTransport.of(config)
+        self._pools: dict[str, ServePrefillPool] = {}
+        self._numbers = itertools.count()
+        self._rng = np.random.default_rng()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def fetch(self, application_name: str, num_tokens: int, kv_format: KVFormat) -> FetchRecord:
+        """Has the deployment Prefill compute so many random tokens, and fetches their KV."""
+        fetched = self._fetch(application_name, num_tokens, num_tokens * kv_format.bytes_per_token)
+        return asyncio.run_coroutine_threadsafe(fetched, self._loop).result()
+
+    async def _fetch(self, application_name: str, num_tokens: int, num_bytes: int) -> FetchRecord:
+        if application_name not in self._pools:
+            handle: Any = serve.get_deployment_handle("Prefill", application_name)
+            balancer = Balancer.of(self._config, hears_news=False)
+            self._pools[application_name] = ServePrefillPool(handle, balancer)
+        name = f"bench-{next(self._numbers)}"
+        tokens = tuple(self._rng.integers(1000, 40000, num_tokens).tolist())
         request = EngineRequest(
-            request_id=f"r{count}", prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=2, temperature=0)
+            request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=2, temperature=0)
         )
-        demand = KVDemand(request=request, token_ids=tokens, num_cached_tokens=0, block_hashes=())
-        subject = Fetch(
-            f"bench-{count}",
-            demand,
-            pool,
-            transport,
+        fetch = Fetch(
+            name,
+            KVDemand(request=request, token_ids=tokens, num_cached_tokens=0, block_hashes=()),
+            self._pools[application_name],
+            self._transport,
             timeout_s=60,
-            deliver=_drop,
+            deliver=_look_at,
             count_chunk=lambda _: None,
         )
-        return await subject.run(num_tokens * kv_format.bytes_per_token)
-
-    yield fetch
-    await asyncio.sleep(0.2)  # the last transfer is closed
+        return await fetch.run(num_bytes)
 
 
-def _drop(event: KVEvent) -> None:
-    """Looks at what has arrived, as the device would, and lets it go."""
+def _look_at(event: KVEvent) -> None:
+    """What has arrived is in this process' memory, in order; and let go."""
     if isinstance(event, KVArrived):
         for share in event.payload.shares():
             assert share.data.flags.c_contiguous

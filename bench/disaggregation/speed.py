@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from ray import serve
 
-from bench.disaggregation.common import application, fetching, ray_with_serve
+from bench.disaggregation.common import Decoder, application, ray_with_serve
 from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.object_store import MIB, ObjectStoreTransport
@@ -21,6 +21,8 @@ from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
 from engine.kv_connector import KVExport
 from engine.request import FinishReason, RequestOutput
 
+Bytes = NDArray[np.uint8]
+TRANSFER_MIB = 512
 LLAMA_8B = KVFormat(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 
 
@@ -68,36 +70,44 @@ class _Ready(PendingBlocks):
 
 
 def speed(folder: Path, rounds: int) -> None:
-    """Fetches 512 MiB per round, in objects of different sizes, and copies the same bytes in between."""
+    """Fetches 512 MiB per round, in objects of different sizes, and copies as many bytes in between."""
     config = EngineConfig.from_args({"backend": "mock"})
-    print("| object | MiB per transfer | GB/s (median) | GB/s (best) | memcpy GB/s (median) | share |")
+    source = np.random.default_rng(0).integers(0, 256, TRANSFER_MIB * MIB, dtype=np.uint8)
+    target = np.empty_like(source)
+    print("| object | MiB per transfer | GB/s (median) | GB/s (best) | memcpy GB/s (median) | share of memcpy |")
     print("| --- | --- | --- | --- | --- | --- |")
     with ray_with_serve(folder):
+        decoder = Decoder(config)
         for object_mib in (8, 16, 32, 64):
-            tokens = object_mib * MIB // LLAMA_8B.bytes_per_token
-            source = serve.deployment(
-                name="Prefill", request_router_config={"request_router_class": EngineRouter}, max_ongoing_requests=100
-            )(Source)
-            with application(source.bind(config, tokens), "speed"):
-                fetched, copied = asyncio.run(_speeds(config, 512 // object_mib * tokens, tokens, rounds))
+            chunk = object_mib * MIB // LLAMA_8B.bytes_per_token
+            name = f"speed-{object_mib}"
+            with application(_app(config, chunk), name):
+                fetched, copied = _measure(decoder, name, TRANSFER_MIB // object_mib * chunk, rounds, source, target)
             best, middle, copy = max(fetched), statistics.median(fetched), statistics.median(copied)
-            print(
-                f"| {object_mib} MiB | 512 | {middle:.2f} | {best:.2f} | {copy:.2f} | {middle / copy:.0%} |", flush=True
+            row = (
+                f"| {object_mib} MiB | {TRANSFER_MIB} | {middle:.2f} | {best:.2f} | {copy:.2f} | {middle / copy:.0%} |"
             )
+            print(f"| {object_mib} MiB | {TRANSFER_MIB} | {speeds} |", flush=True)
 
 
-async def _speeds(config: EngineConfig, num_tokens: int, chunk: int, rounds: int) -> tuple[list[float], list[float]]:
-    size = num_tokens * LLAMA_8B.bytes_per_token
+def _app(config: EngineConfig, chunk: int) -> serve.Application:
+    router = {"request_router_class": EngineRouter}
+    return serve.deployment(name="Prefill", request_router_config=router, max_ongoing_requests=100)(Source).bind(
+        config, chunk
+    )
+
+
+def _measure(
+    decoder: Decoder, name: str, num_tokens: int, rounds: int, source: Bytes, target: Bytes
+) -> tuple[list[float], list[float]]:
+    """GB/s of transfers and of copies, taking turns, so that a busy machine slows both."""
+    decoder.fetch(name, num_tokens, LLAMA_8B)  # the handle finds its replica, and the store its pages
     fetched, copied = [], []
-    source = np.ones(chunk * LLAMA_8B.bytes_per_token, np.uint8)
-    async with fetching(config, "speed") as fetch:
-        await fetch(num_tokens, LLAMA_8B)  # the handle finds its replica, and the store its pages
-        for _ in range(rounds):
-            started = time.perf_counter()
-            await fetch(num_tokens, LLAMA_8B)
-            fetched.append(size / (time.perf_counter() - started) / 1e9)
-            started = time.perf_counter()
-            for _ in range(num_tokens // chunk):
-                source.copy()
-            copied.append(size / (time.perf_counter() - started) / 1e9)
+    for _ in range(rounds):
+        started = time.perf_counter()
+        decoder.fetch(name, num_tokens, LLAMA_8B)
+        fetched.append(source.nbytes / (time.perf_counter() - started) / 1e9)
+        started = time.perf_counter()
+        np.copyto(target, source)
+        copied.append(source.nbytes / (time.perf_counter() - started) / 1e9)
     return fetched, copied

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.disaggregation.common import application, fetching, ray_with_serve
+from bench.disaggregation.common import Decoder, application, ray_with_serve
 from cluster.app import build_app
 from cluster.kv_transfer.fetch import FetchRecord
 from cluster.kv_transfer.object_store import MIB
@@ -30,7 +29,8 @@ def trace(folder: Path, rounds: int, file: Path | None) -> None:
     }
     config = EngineConfig.from_args(options)
     with ray_with_serve(folder), application(build_app(config), "trace"):
-        records = asyncio.run(_records(config, 2048, rounds))
+        decoder = Decoder(config)
+        records = [decoder.fetch("trace", 2048, SMOLLM2) for _ in range(rounds + 1)][1:]
     print("| run | prefill (ms) | chunks | MiB | transfer (ms, all chunks) | exposed (ms) | exposed share |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     shares = []
@@ -46,12 +46,6 @@ def trace(folder: Path, rounds: int, file: Path | None) -> None:
     if file is not None:
         file.write_text(json.dumps(_chrome_trace(records[-1]), indent=1))
         print(f"trace of the last run for chrome://tracing or Perfetto: {file}")
-
-
-async def _records(config: EngineConfig, num_tokens: int, rounds: int) -> list[FetchRecord]:
-    async with fetching(config, "trace") as fetch:
-        await fetch(num_tokens, SMOLLM2)
-        return [await fetch(num_tokens, SMOLLM2) for _ in range(rounds)]
 
 
 def _chrome_trace(record: FetchRecord) -> list[dict[str, Any]]:

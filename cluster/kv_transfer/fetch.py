@@ -15,7 +15,6 @@ from typing import Any
 
 from cluster.kv_transfer.messages import (
     KVChunk,
-    KVPiece,
     NoChunk,
     PrefillAnswer,
     PrefillOrder,
@@ -171,18 +170,18 @@ class Fetch:
     async def _fetch_chunk(self, ticket: TransferTicket, index: int) -> None:
         called_at = time.monotonic()
         try:
-            chunk = await self._pool.fetch(ticket, index, self._num_delivered)
+            chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)
         except PrefillError as error:
             if error.reason != "lost":
                 raise
-            chunk = await self._pool.fetch(ticket, index, self._num_delivered)  # it is kept until acknowledged
+            chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)  # it is kept until acknowledged
         self._num_awaited -= 1
         if isinstance(chunk, NoChunk):
             if chunk.failure is not None:
                 raise PrefillError("unavailable", chunk.failure)
             self._has_ended = True
             return
-        self._arrivals[index] = await asyncio.to_thread(self._unpack, chunk)
+        self._arrivals[index] = await asyncio.to_thread(self._unpack, chunk, source)
         self._record(index, chunk, called_at)
         self._deliver_in_order()
 
@@ -196,14 +195,15 @@ class Fetch:
         self._records.append(record)
         self._count_chunk(record)
 
-    def _unpack(self, chunk: KVChunk) -> list[_Arrival]:
+    def _unpack(self, chunk: KVChunk, source: object) -> list[_Arrival]:
         try:
-            return [self._unpack_piece(piece) for piece in chunk.pieces]
+            payloads = self._transport.unpack(chunk, source)
         except KVLostError as error:
             raise PrefillError("lost", str(error)) from error
-
-    def _unpack_piece(self, piece: KVPiece) -> _Arrival:
-        return _Arrival(start=piece.start, end=piece.end, payload=self._transport.unpack(piece))
+        return [
+            _Arrival(start=piece.start, end=piece.end, payload=payload)
+            for piece, payload in zip(chunk.pieces, payloads, strict=True)
+        ]
 
     def _deliver_in_order(self) -> None:
         while (arrivals := self._arrivals.pop(self._num_delivered, None)) is not None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 
-from cluster.kv_transfer.messages import MAIN, KVPiece
+from cluster.kv_transfer.messages import MAIN, KVChunk, KVPiece
 from cluster.kv_transfer.transport import KVTransport
 from engine.config import EngineConfig
+from engine.errors import first_line
 from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, LocalPayload
 
 MIB = 1 << 20
 MAX_OBJECT_BYTES = 64 * MIB
+GET_TIMEOUT_S = 10.0
+"""Longest that another host waits for an object, which may have to come from another node."""
 
 
 class ObjectStoreTransport(KVTransport):
@@ -48,15 +53,44 @@ class ObjectStoreTransport(KVTransport):
             checksum=checksum(shares) if self._checksums else None,
         )
 
-    def unpack(self, piece: KVPiece) -> KVPayload:
-        if piece.sections.keys() != {MAIN}:
-            raise KVLostError(f"prefill sends {', '.join(piece.sections)}, of which this side knows {MAIN} only")
-        shares = piece.sections[MAIN]
-        if any(share.num_tokens != piece.end - piece.start for share in shares):
-            raise KVLostError(f"KV of tokens {piece.start} to {piece.end} has another number of tokens")
-        if piece.checksum is not None and piece.checksum != checksum(shares):
-            raise KVLostError(f"KV of tokens {piece.start} to {piece.end} was damaged on its way: wrong checksum")
-        return LocalPayload(blocks=shares)
+    def unpack(self, chunk: KVChunk, source: object) -> list[KVPayload]:
+        for piece in chunk.pieces:
+            _check(piece)
+        if source is None:
+            return [LocalPayload(blocks=piece.sections[MAIN]) for piece in chunk.pieces]
+        assert isinstance(source, ray.ObjectRef)
+        return [ObjectPayload(source, index, piece) for index, piece in enumerate(chunk.pieces)]
+
+
+class ObjectPayload(KVPayload):
+    """KV in an object that this process has in view. Sent to another one, only the reference travels."""
+
+    def __init__(self, source: ray.ObjectRef[KVChunk], index: int, piece: KVPiece | None = None) -> None:
+        self._source = source
+        self._index = index
+        self._piece = piece
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectPayload, (self._source, self._index)
+
+    def shares(self) -> Sequence[KVBlocks]:
+        if self._piece is None:
+            try:
+                self._piece = ray.get(self._source, timeout=GET_TIMEOUT_S).pieces[self._index]
+            except RayError as error:
+                raise KVLostError(f"an object with KV is lost: {first_line(error)}") from error
+        return self._piece.sections[MAIN]
+
+
+def _check(piece: KVPiece) -> None:
+    """Raises KVLostError if this is not what was sent, or not what this side understands."""
+    if piece.sections.keys() != {MAIN}:
+        raise KVLostError(f"prefill sends {', '.join(piece.sections)}, of which this side knows {MAIN} only")
+    shares = piece.sections[MAIN]
+    if any(share.num_tokens != piece.end - piece.start for share in shares):
+        raise KVLostError(f"KV of tokens {piece.start} to {piece.end} has another number of tokens")
+    if piece.checksum is not None and piece.checksum != checksum(shares):
+        raise KVLostError(f"KV of tokens {piece.start} to {piece.end} was damaged on its way: wrong checksum")
 
 
 def checksum(shares: Sequence[KVBlocks]) -> int:

@@ -48,8 +48,8 @@ class PrefillPool(ABC):
         """Has the prompt computed."""
 
     @abstractmethod
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
-        """A chunk of its KV, once it is computed; acknowledges the first `num_received`."""
+    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
+        """A chunk of its KV, once it is computed, and what it is got by elsewhere; acknowledges the first ones."""
 
     @abstractmethod
     def close(self, ticket: TransferTicket) -> None:
@@ -88,9 +88,10 @@ class ServePrefillPool(PrefillPool):
             self._balancer.prefilled(self._routes[ticket.transfer])
         return answer
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
-        chunk: KVChunk | NoChunk = await _call(self._fetch, ticket, index, num_received)
-        return chunk
+    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
+        chunk: KVChunk | NoChunk
+        chunk, source = await _fetched(self._fetch, ticket, index, num_received)
+        return chunk, source
 
     def close(self, ticket: TransferTicket) -> None:
         route = self._routes.pop(ticket.transfer, None)
@@ -108,12 +109,21 @@ class ServePrefillPool(PrefillPool):
 
 
 async def _call(handle: Any, *args: object) -> Any:
-    """A call to the replica that the ticket names. The current task makes no other; cancelling it cancels the call."""
+    result, _ = await _fetched(handle, *args)
+    return result
+
+
+async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
+    """Calls the replica that the ticket names; gives the result, and the object that it is.
+
+    The current task makes no other call at the same time; cancelling it cancels the call.
+    """
     ray_compat.begin_call_of_its_own()
     try:
         response = handle.remote(*args)
         try:
-            result = await response
+            source = await ray_compat.reference(response)
+            result = await source
         except BaseException:
             response.cancel()
             raise
@@ -125,4 +135,4 @@ async def _call(handle: Any, *args: object) -> Any:
         raise PrefillError("unavailable", f"the prefill replica is gone: {first_line(error)}") from error
     if isinstance(result, Refusal):
         raise PrefillError(_REASONS[result.kind], result.message)
-    return result
+    return result, source

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from cluster.kv_transfer.messages import KVPiece
+from cluster.kv_transfer.messages import KVChunk, KVPiece
 from engine.kv_blocks import KVBlocks, KVPayload
 
 
@@ -30,8 +30,11 @@ class KVTransport(ABC):
         """Makes pieces of at most `max_bytes` of the KV of consecutive tokens from `start` on."""
 
     @abstractmethod
-    def unpack(self, piece: KVPiece) -> KVPayload:
-        """The KV of a piece that has arrived.
+    def unpack(self, chunk: KVChunk, source: object) -> list[KVPayload]:
+        """The KV of each piece of a chunk that has arrived.
+
+        Args:
+            source: what other hosts of this replica get the chunk by, for themselves.
 
         Raises:
             KVLostError: it is not what was sent, or not what this side understands.

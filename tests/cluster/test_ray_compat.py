@@ -53,6 +53,7 @@ def test_broadcast_and_cancellation_are_parts_of_handles() -> None:
     assert callable(handle.DeploymentHandle.broadcast)
     assert "return_exceptions" in inspect.signature(handle.DeploymentBroadcastResponse.results_async).parameters
     assert callable(handle.DeploymentResponse.cancel)
+    assert inspect.iscoroutinefunction(handle.DeploymentResponse._to_object_ref)
 
 
 def test_ray_gives_a_process_as_many_tpu_chips_as_we_think() -> None:

@@ -99,9 +99,9 @@ class LocalPool(PrefillPool):
         transfer.take(last_output())
         return PrefillAnswer(next_token_id=77, logprobs=None, num_cached_tokens=4, compute_s=0.1, total_s=0.1)
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
+    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
         await self._count()
-        return await self._transfer(ticket).chunk(index, num_received)
+        return await self._transfer(ticket).chunk(index, num_received), None
 
     def close(self, ticket: TransferTicket) -> None:
         self.closed.append(ticket.transfer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import ray
 from ray._private.internal_api import memory_summary
 
 from tests.cluster.apps import completion, eventually, metric, replica_processes
@@ -25,7 +27,10 @@ def is_well(url: str) -> bool:
 
 def stored_objects() -> tuple[float, int]:
     """MiB and objects in the object store."""
-    found = re.search(r"Plasma memory usage (\d+(?:\.\d+)?) MiB, (\d+) objects", memory_summary(stats_only=True))
+    address = ray.get_runtime_context().gcs_address
+    found = re.search(
+        r"Plasma memory usage (\d+(?:\.\d+)?) MiB, (\d+) objects", memory_summary(address, stats_only=True)
+    )
     assert found is not None
     return float(found[1]), int(found[2])
 
@@ -67,10 +72,19 @@ class Load:
 class Killer:
     """Kills replicas of a deployment at random times until it is left."""
 
-    def __init__(self, application: str, deployment: str, rng: random.Random, *, every_s: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        application: str,
+        deployment: str,
+        rng: random.Random,
+        *,
+        every_s: tuple[float, float],
+        most: float = math.inf,
+    ) -> None:
         self._names = (application, deployment)
         self._rng = rng
         self._every_s = every_s
+        self._most = most
         self.kills = 0
         self._stopped = False
         self._pool = ThreadPoolExecutor(1)
@@ -84,7 +98,7 @@ class Killer:
         self._pool.shutdown()
 
     def _run(self) -> None:
-        while not self._stopped:
+        while not self._stopped and self.kills < self._most:
             time.sleep(self._rng.uniform(*self._every_s))
             for process in replica_processes(*self._names)[:1]:
                 with contextlib.suppress(Exception):

@@ -109,13 +109,14 @@ async def test_kv_that_can_not_be_read_fails_the_transfer() -> None:
 
 async def test_damage_and_what_this_release_does_not_know_are_noticed() -> None:
     [piece] = transport().pack(0, blocks(0, 4))
-    transport().unpack(piece)
+    [payload] = transport().unpack(KVChunk(pieces=(piece,)), None)
+    assert payload.shares() == piece.sections[MAIN]
     damaged = replace(piece, checksum=1)
     unknown = replace(piece, sections={**piece.sections, "draft": ()})
     short = KVPiece(start=0, end=9, sections=piece.sections)
     for wrong in (damaged, unknown, short):
         with pytest.raises(KVLostError):
-            transport().unpack(wrong)
+            transport().unpack(KVChunk(pieces=(wrong,)), None)
 
 
 async def test_an_output_never_overtakes_the_kv_that_was_exported_before_it() -> None:
