@@ -84,9 +84,7 @@ def speed(folder: Path, rounds: int) -> None:
             with application(_app(config, chunk), name):
                 fetched, copied = _measure(decoder, name, TRANSFER_MIB // object_mib * chunk, rounds, source, target)
             best, middle, copy = max(fetched), statistics.median(fetched), statistics.median(copied)
-            row = (
-                f"| {object_mib} MiB | {TRANSFER_MIB} | {middle:.2f} | {best:.2f} | {copy:.2f} | {middle / copy:.0%} |"
-            )
+            speeds = f"{middle:.2f} | {best:.2f} | {copy:.2f} | {middle / copy:.0%}"
             print(f"| {object_mib} MiB | {TRANSFER_MIB} | {speeds} |", flush=True)
 
 
