@@ -49,8 +49,7 @@ class Transfer:
 
     def take(self, output: RequestOutput) -> None:
         """What the engine yields for the prompt. All KV that it exported before is here."""
-        if self.output is None or output.token_ids or output.finish_reason:
-            self.output = _with_token(self.output, output)
+        self.output = _with_token(self.output, output)
         if self._is_computed:
             self._read_on()
             self._tell()

@@ -58,6 +58,16 @@ def test_two_thousand_requests_with_kills_of_both_pools_leave_nothing_behind(ser
         assert_nothing_left(url, before)
 
 
+def test_pools_of_gangs_answer_as_one_engine_does(serve_url: str) -> None:
+    hosts = {"num_hosts": 2, "tensor_parallel_size": 2}
+    with deployed(serve_url, "gangs", **{**POOLS, **hosts}) as url:
+        load = Load(url, expected, seed=4)
+        load.run(40, threads=4)
+        assert load.wrong == []
+        assert total(url, "sliceserve_kv_transfers_total", role="decode") > 10
+        assert total(url, "sliceserve_kv_transfer_failures_total") == 0
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_models_answers_do_not_depend_on_the_topology(serve_url: str, topology: dict[str, Any]) -> None:
     own = {key: value for key, value in topology.items() if not key.startswith("prefill_")}
