@@ -35,7 +35,7 @@ def stored_objects() -> tuple[float, int]:
     return float(found[1]), int(found[2])
 
 
-def prompt(rng: random.Random, *, shortest: int = 20, longest: int = 1500) -> list[int]:
+def prompt(rng: random.Random, *, shortest: int = 20, longest: int = 1000) -> list[int]:
     start = rng.randrange(300, 20000)
     return list(range(start, start + rng.randrange(shortest, longest)))
 

@@ -16,7 +16,7 @@ from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, is
 
 POOLS: dict[str, object] = {
     "mock_prefill_ms_per_token": 0.05,
-    "mock_kv_bytes_per_token": 8192,
+    "mock_kv_bytes_per_token": 4096,
     "max_decode_seqs": 16,
     "disagg_topo": "1,1",
     "disagg_min_prefill_tokens": 100,
@@ -57,7 +57,7 @@ def test_answers_are_those_of_a_unified_engine_and_prefill_has_computed_them(url
     assert text(url, prompt=short, max_tokens=20, temperature=0) == expected(short, 20)
     assert total(url, "sliceserve_kv_transfers_total", role="decode") == 2  # the others are cached, or short
     assert total(url, "sliceserve_kv_transfer_tokens_total", role="decode") == 2300
-    assert total(url, "sliceserve_kv_transfer_bytes_total", role="decode") == 2300 * 8192
+    assert total(url, "sliceserve_kv_transfer_bytes_total", role="decode") == 2300 * 4096
     assert total(url, "sliceserve_kv_transfer_failures_total") == 0
     assert is_well(url)
 
