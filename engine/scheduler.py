@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from engine.backend import BackendInfo
 from engine.batch import SlotState, StepBatch, StepResult
 from engine.batch_builder import BatchBuilder, Chunk
 from engine.collector import Collector
+from engine.fast_forward import FastForward
 from engine.kv_cache import BlockPool, HashedBlock
 from engine.kv_imports import KVExchange, KVImports
 from engine.limits import Limits
@@ -42,6 +43,12 @@ class ScheduledStep:
     batch: StepBatch
     rows: tuple[RequestState, ...]
     chunks: tuple[Chunk, ...]  # of the last rows
+
+    def later(self, num_steps: int) -> ScheduledStep:
+        """So many decode steps later, for `collect` alone: input tokens and block tables stay as they were."""
+        batch = self.batch
+        batch = replace(batch, step=batch.step + num_steps, kv_lens=batch.kv_lens + np.int32(num_steps))
+        return replace(self, batch=batch)
 
 
 class Scheduler:
@@ -94,6 +101,8 @@ class Scheduler:
             metrics=metrics,
             take_token=self._collector.take_token,
         )
+        self._exchanges_kv = exchange is not None
+        self._forward = FastForward(self._table, self._pool, metrics, caching=limits.caching)
 
     @property
     def num_running(self) -> int:
@@ -142,6 +151,34 @@ class Scheduler:
     def take_computed(self) -> list[HashedBlock]:
         """Prompt blocks that the step just collected has completed, if the connector wants them."""
         return self._collector.take_computed()
+
+    # -- many steps at once, in simulations
+
+    def steady_steps(self, in_flight: Sequence[ScheduledStep], token: int) -> int:
+        """How many steps `fast_forward` may take from here, all of which sample `token`; mostly 0.
+
+        Args:
+            in_flight: the steps that are not collected yet.
+        """
+        if self._exchanges_kv or self._waiting or self._prefilling or self._decode_changed or not self._decode.requests:
+            return 0
+        if any(step.chunks or step.rows != self._decode.requests for step in in_flight):
+            return 0
+        return self._forward.most_steps(self._decode, token)
+
+    def fast_forward(
+        self, in_flight: Sequence[ScheduledStep], token: int, times: Sequence[float]
+    ) -> tuple[list[ScheduledStep], list[RequestOutput]]:
+        """At each of `times` collects the oldest step and plans another one.
+
+        Returns:
+            The steps that are in flight then, and what each request got, as one output.
+        """
+        outputs = self._forward.take(self._decode, token, times)
+        self._step += len(times)
+        self._last_collected += len(times)
+        self._table.last_step[self._decode.slots] = self._step - 1
+        return [step.later(len(times)) for step in in_flight], outputs
 
     # -- requests come and go
 

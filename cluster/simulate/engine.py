@@ -7,6 +7,8 @@ no device: a step takes as long as its cost says, and every sampled token is the
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +28,9 @@ from engine.request import EngineRequest, RequestOutput
 from engine.running import RequestState
 from engine.scheduler import ScheduledStep, Scheduler
 
+_WORTH_IT = 4
+"""Fewer steps are taken one by one."""
+
 SAMPLED = 1
 """The token that is always sampled. Prompts that go on with an answer are made of it, too."""
 
@@ -34,6 +39,19 @@ SAMPLED = 1
 class _Dispatched:
     step: ScheduledStep
     done_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Coast:
+    """Decode steps of the same requests, from the one that is awaited on."""
+
+    times: list[float]  # when each step is done; the last two are of steps that are planned meanwhile
+    costs: list[float]  # of the steps that are planned meanwhile
+
+    @property
+    def count(self) -> int:
+        """Steps that are collected in it."""
+        return len(self.costs)
 
 
 class SimulatedEngine:
@@ -45,12 +63,14 @@ class SimulatedEngine:
         *,
         journal: bool = False,
         connector: KVConnector | None = None,
+        coasts: bool = True,
     ) -> None:
         """
         Args:
             emit: called as EngineCore calls it: once per step, with the outputs of all requests.
             journal: whether somebody takes the news, which tell what changes in the cache.
             connector: brings KV from elsewhere and takes it there.
+            coasts: whether steps that are all alike are taken at once; nothing but the time this takes depends on it.
         """
         self._model = model
         self._timeline = timeline
@@ -74,6 +94,10 @@ class SimulatedEngine:
         self.device_free_at = 0.0  # when all dispatched steps are done
         self._is_awake = False
         self._is_stopped = False
+        self._coasts = coasts
+        self._coast: _Coast | None = None
+        self.coasts_until = math.inf
+        """Outputs of a time from then on are emitted at their time; those before may come later, several as one."""
         self._sampled: Int32 = np.full(model.limits.running, SAMPLED, np.int32)
         self.busy_s = 0.0  # of the device
         self.num_steps = 0
@@ -85,6 +109,8 @@ class SimulatedEngine:
 
     def snapshot(self) -> MetricsSnapshot:
         """The metrics, as EngineCore gives them."""
+        if self._coast is not None:
+            self._land()
         metrics, running = self.metrics, self._scheduler.num_running
         metrics.num_requests_running = running
         metrics.num_requests_waiting = max(0, len(self._live) - running)
@@ -112,6 +138,8 @@ class SimulatedEngine:
         )
         self._live[state.request_id] = state
         self._submitted.append(state)
+        if self._coast is not None:
+            self._land()
         self._wake()
 
     def _wake(self) -> None:
@@ -121,6 +149,8 @@ class SimulatedEngine:
 
     def stop(self) -> list[EngineRequest]:
         """The engine is gone at once. Returns its requests, with the tokens that have left it."""
+        if self._coast is not None:
+            self._land()
         self._is_stopped = True
         live, self._live = list(self._live.values()), {}
         return [_with_outputs(state) for state in live]
@@ -148,7 +178,7 @@ class SimulatedEngine:
             self._deliver(outputs)
             if ready is not None:
                 self._awaited = ready
-                self._timeline.at(ready.done_at, self._turn)
+                self._await()
                 return
             if pending is None:
                 break
@@ -157,6 +187,60 @@ class SimulatedEngine:
         self._is_awake = False
         if self._submitted:  # by whoever heard of the last outputs
             self._wake()
+
+    # -- many steps at once
+
+    def _await(self) -> None:
+        """Plans the next turn, or, where the steps until then are all alike, the last of them."""
+        assert self._awaited is not None
+        awaited, in_flight = self._awaited, self._in_flight
+        count = 0
+        if in_flight is not None and self._coasts:
+            count = self._scheduler.steady_steps((awaited.step, in_flight.step), SAMPLED)
+        if in_flight is None or count < _WORTH_IT:
+            self._timeline.at(awaited.done_at, self._turn)
+            return
+        coast = self._coast = self._plan_coast(awaited, in_flight, count)
+        self._timeline.at(coast.times[coast.count - 1], lambda: self._land_if(coast))
+
+    def _plan_coast(self, awaited: _Dispatched, in_flight: _Dispatched, count: int) -> _Coast:
+        clock, num_rows = self._model.clock, len(in_flight.step.rows)
+        kv_tokens = int(in_flight.step.batch.kv_lens.sum())
+        times, costs = [awaited.done_at, in_flight.done_at], []
+        for taken in range(1, count + 1):
+            costs.append(clock.decode_s(num_rows, kv_tokens + taken * num_rows))
+            times.append(times[-1] + costs[-1])
+            if times[taken - 1] >= self.coasts_until:
+                break
+        return _Coast(times, costs)
+
+    def _land_if(self, coast: _Coast) -> None:
+        if self._coast is coast:
+            self._land()
+
+    def _land(self) -> None:
+        """Takes the steps that are over by now, and goes on step by step."""
+        coast, self._coast = self._coast, None
+        assert coast is not None
+        count = min(coast.count, bisect_right(coast.times, self._timeline.now))
+        if count:
+            assert self._awaited is not None
+            assert self._in_flight is not None
+            in_flight = (self._awaited.step, self._in_flight.step)
+            num_rows = len(in_flight[0].rows)
+            steps, outputs = self._scheduler.fast_forward(in_flight, SAMPLED, coast.times[:count])
+            self._awaited = _Dispatched(steps[0], coast.times[count])
+            self._in_flight = _Dispatched(steps[1], coast.times[count + 1])
+            self.device_free_at = coast.times[count + 1]
+            for cost_s in coast.costs[:count]:
+                self.busy_s += cost_s
+            self.num_steps += count
+            self.num_tokens += count * num_rows
+            self._deliver(outputs)
+        assert self._awaited is not None
+        self._timeline.at(self._awaited.done_at, self._turn)
+
+    # -- a turn's parts
 
     def _take_in(self) -> list[RequestOutput]:
         submitted, self._submitted = self._submitted, []

@@ -18,6 +18,10 @@ class StepClock(Protocol):
         """Seconds that the device works on a step."""
         ...
 
+    def decode_s(self, num_rows: int, kv_tokens: int) -> float:
+        """The same for a step that only decodes, whose requests have so many tokens in the KV cache together."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineModel:

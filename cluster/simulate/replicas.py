@@ -42,7 +42,7 @@ class Phase(Enum):
 
 
 class Replica:
-    __slots__ = ("began_at", "engine", "gone_at", "name", "news_at", "phase", "ready_at")
+    __slots__ = ("began_at", "engine", "gone_at", "name", "phase", "ready_at")
 
     def __init__(self, name: str, engine: SimulatedEngine, now: float) -> None:
         self.name = name
@@ -51,7 +51,6 @@ class Replica:
         self.began_at = now
         self.ready_at = 0.0
         self.gone_at = 0.0
-        self.news_at = 0.0
 
     def seconds_up(self, now: float) -> float:
         """How long it could serve, or could have."""
@@ -147,7 +146,7 @@ class Pool:
 
     def _emitted(self, replica: Replica, outputs: list[RequestOutput]) -> None:
         now = self._timeline.now
-        has_news = now - replica.news_at >= NEWS_INTERVAL_S
+        has_news = now >= replica.engine.coasts_until
         for output in outputs:
             open_ = self._open[output.request_id]
             route = open_.route
@@ -163,7 +162,7 @@ class Pool:
                 replica, output if output.request_id == open_.name else replace(output, request_id=open_.name)
             )
         if has_news:
-            replica.news_at = now
+            replica.engine.coasts_until = now + NEWS_INTERVAL_S
             self._routers.hear(replica.name, replica.engine.news())
         if replica.phase is Phase.DRAINING and not replica.engine.num_live:
             self._retire(replica)

@@ -40,9 +40,7 @@ class RooflineClock:
 
     def step_s(self, batch: StepBatch) -> float:
         decoding = batch.query_lens == 1
-        rows = int(np.count_nonzero(decoding))
-        context = float(batch.kv_lens[decoding].mean()) if rows else 0.0
-        seconds = decode_s(self.costs.decode(rows, context), self.peaks, self.efficiency)
+        seconds = self.decode_s(int(np.count_nonzero(decoding)), int(batch.kv_lens[decoding].sum()))
         if batch.is_decode_only:
             return seconds
         for row in np.flatnonzero(~decoding).tolist():
@@ -50,6 +48,10 @@ class RooflineClock:
             cost = self.costs.prefill(tokens, end - tokens / 2)
             seconds += prefill_s(cost, self.peaks, self.efficiency)
         return seconds
+
+    def decode_s(self, num_rows: int, kv_tokens: int) -> float:
+        context = kv_tokens / num_rows if num_rows else 0.0
+        return decode_s(self.costs.decode(num_rows, context), self.peaks, self.efficiency)
 
 
 def slice_model(config: EngineConfig, choice: SliceChoice, prompt_tokens: int, output_tokens: int) -> EngineModel:

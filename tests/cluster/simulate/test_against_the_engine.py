@@ -109,9 +109,12 @@ def simulated_steps(config: EngineConfig, capabilities: Capabilities, feeder: Fe
             self.steps.append(step_of(batch))
             return 0.01
 
+        def decode_s(self, num_rows: int, kv_tokens: int) -> float:  # noqa: ARG002
+            raise AssertionError("a step was not looked at")
+
     clock, timeline = Clock(), Timeline()
     model = mock_model(config, capabilities=capabilities, clock=clock)
-    engine = SimulatedEngine(model, timeline, feeder.emit)
+    engine = SimulatedEngine(model, timeline, feeder.emit, coasts=False)
     feeder.submit = engine.submit
     engine.submit(feeder.first)
     timeline.run()
