@@ -72,7 +72,7 @@ def _decode_connector(
         lambda: ServePrefillPool(prefill, Balancer.of(prefill_config(config), hears_news=False)),
         ObjectStoreTransport.of(config),
         PrefillThreshold(config.disagg_min_prefill_tokens),
-        TransferMetrics(),
+        TransferMetrics(Role.DECODE),
         max_bytes=config.kv_transfer_max_mib * MIB,
         timeout_s=config.kv_transfer_timeout_s,
     )

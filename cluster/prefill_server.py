@@ -32,7 +32,7 @@ class PrefillServer(EngineReplica):
         """
         self._table = TransferTable(
             ObjectStoreTransport.of(config),
-            TransferMetrics(),
+            TransferMetrics(Role.PREFILL),
             max_bytes=config.kv_transfer_max_mib * MIB,
             lease_s=config.kv_transfer_timeout_s,
         )

@@ -15,6 +15,7 @@ from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, Prefil
 from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.object_store import MIB, ObjectStoreTransport
 from cluster.kv_transfer.table import TransferTable
+from cluster.roles import Role
 from cluster.router import EngineRouter
 from engine.config import EngineConfig
 from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
@@ -30,7 +31,9 @@ class Source:
     """A prefill replica whose KV is there before it is asked for: everything but the engine is real."""
 
     def __init__(self, config: EngineConfig, chunk_tokens: int) -> None:
-        self._table = TransferTable(ObjectStoreTransport.of(config), TransferMetrics(), max_bytes=1 << 34, lease_s=60.0)
+        self._table = TransferTable(
+            ObjectStoreTransport.of(config), TransferMetrics(Role.PREFILL), max_bytes=1 << 34, lease_s=60.0
+        )
         shape = (LLAMA_8B.num_layers, 2, LLAMA_8B.num_kv_heads, chunk_tokens, LLAMA_8B.head_dim)
         data = np.random.default_rng(0).integers(0, 1 << 16, shape, dtype=np.uint16)
         self._blocks = _Ready(KVBlocks(format=LLAMA_8B, heads=range(LLAMA_8B.num_kv_heads), data=data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from cluster.roles import Role
 from engine.metrics import MetricDefinition, MetricsSnapshot
 
 FAILURES = ("unavailable", "overloaded", "timeout", "lost", "refused", "lease")
@@ -34,10 +35,16 @@ TRANSFER_DEFINITIONS: tuple[MetricDefinition, ...] = (
 )
 
 
+DECODE_ONLY = frozenset(
+    {"kv_transfer_tokens", "kv_transfer_seconds", "kv_transfer_exposed_seconds", "disagg_min_prefill_tokens"}
+)
+
+
 class TransferMetrics:
     """One replica's record; written by one thread, read from any."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role) -> None:
+        self._left_out = DECODE_ONLY if role is Role.PREFILL else frozenset[str]()
         self.started = 0
         self.tokens = 0
         self.bytes = 0
@@ -56,17 +63,18 @@ class TransferMetrics:
         self._failures[reason] += 1
 
     def snapshot(self) -> MetricsSnapshot:
+        values = {
+            "kv_transfers": float(self.started),
+            "kv_transfer_tokens": float(self.tokens),
+            "kv_transfer_bytes": float(self.bytes),
+            "kv_transfer_seconds": self.transfer_s,
+            "kv_transfer_exposed_seconds": self.exposed_s,
+            "kv_transfers_open": float(self.open),
+            "kv_transfer_bytes_in_flight": float(self.bytes_in_flight),
+            "disagg_min_prefill_tokens": float(self.min_prefill_tokens),
+        }
         return MetricsSnapshot(
-            values={
-                "kv_transfers": float(self.started),
-                "kv_transfer_tokens": float(self.tokens),
-                "kv_transfer_bytes": float(self.bytes),
-                "kv_transfer_seconds": self.transfer_s,
-                "kv_transfer_exposed_seconds": self.exposed_s,
-                "kv_transfers_open": float(self.open),
-                "kv_transfer_bytes_in_flight": float(self.bytes_in_flight),
-                "disagg_min_prefill_tokens": float(self.min_prefill_tokens),
-            },
+            values={name: value for name, value in values.items() if name not in self._left_out},
             labelled={"kv_transfer_failures": {reason: float(self._failures[reason]) for reason in FAILURES}},
             histograms={},
         )

@@ -15,6 +15,7 @@ from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.prefill_pool import PrefillError
 from cluster.kv_transfer.threshold import FIRST_GUESS, LARGEST, PrefillThreshold
+from cluster.roles import Role
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 from tests.cluster.kv_transfer.kv import FORMAT, LocalPool, demand
 
@@ -67,7 +68,7 @@ def engine(
         lambda: pool,
         ObjectStoreTransport(checksums=True, min_bytes=pool.min_bytes),
         PrefillThreshold(min_tokens),
-        TransferMetrics(),
+        TransferMetrics(Role.DECODE),
         max_bytes=max_bytes,
         timeout_s=timeout_s,
     )

@@ -21,6 +21,7 @@ from cluster.kv_transfer.table import TransferTable
 from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.messages import Refusal
 from cluster.prefill_desk import PrefillDesk
+from cluster.roles import Role
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.pools import prefill_config
@@ -68,7 +69,7 @@ class Pair:
     def __init__(self, **options: Any) -> None:
         config = EngineConfig.from_args({**OPTIONS, **options})
         transport, max_bytes = ObjectStoreTransport.of(config), config.kv_transfer_max_mib * MIB
-        self.table = TransferTable(transport, TransferMetrics(), max_bytes=max_bytes, lease_s=1)
+        self.table = TransferTable(transport, TransferMetrics(Role.PREFILL), max_bytes=max_bytes, lease_s=1)
         desk = PrefillDesk(self.table)
         own = prefill_config(config)
         self.prefill = EngineCore(own, MockBackend(own, check=True), desk.emit, PrefillConnector(self.table))
@@ -79,7 +80,7 @@ class Pair:
             lambda: DeskPool(desk),
             transport,
             PrefillThreshold(config.disagg_min_prefill_tokens),
-            TransferMetrics(),
+            TransferMetrics(Role.DECODE),
             max_bytes=max_bytes,
             timeout_s=config.kv_transfer_timeout_s,
         )

@@ -15,6 +15,7 @@ from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.table import TransferTable
 from cluster.kv_transfer.transfer import Transfer
+from cluster.roles import Role
 from engine.backend import BackendError
 from engine.kv_blocks import KVBlocks, KVLostError, PendingBlocks
 from tests.cluster.kv_transfer.kv import FORMAT, blocks, export, last_output
@@ -32,7 +33,7 @@ def transfer(min_tokens: int = 0, max_tokens: int = 1 << 20, held_tokens: int = 
 
 
 def table(lease_s: float = 5.0, max_tokens: int = 1 << 20) -> TransferTable:
-    return TransferTable(transport(), TransferMetrics(), max_bytes=max_tokens * TOKEN, lease_s=lease_s)
+    return TransferTable(transport(), TransferMetrics(Role.PREFILL), max_bytes=max_tokens * TOKEN, lease_s=lease_s)
 
 
 async def spans(subject: Transfer) -> list[list[tuple[int, int]]]:
