@@ -29,7 +29,7 @@ from engine.metrics import MetricsSnapshot
 logger = logging.getLogger(__name__)
 
 REST_S = 5.0
-"""How long prompts are computed here after there was no prefill replica to ask."""
+"""How long prompts are computed here after there was no prefill replica to ask, or none that had not just failed."""
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -193,6 +193,6 @@ class DecodeConnector(KVConnector):
 
     def _failed(self, transfer: str, demand: KVDemand, error: PrefillError) -> None:
         self._metrics.count_failure(error.reason)
-        if error.reason == "unavailable":
+        if error.nobody_is_left:
             self._rests_until = time.monotonic() + REST_S
         self._deliver(transfer, KVComplete(request_id=demand.request.request_id, failure=str(error)))

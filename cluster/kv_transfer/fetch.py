@@ -27,6 +27,7 @@ from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 
 WINDOW = 3
 """Calls for chunks at a time: one that arrives, one that is being read out, one that waits to be computed."""
+NOBODY = "there is no prefill replica"
 CHOICE_TIMEOUT_S = 2.0
 """Longest wait for there to be a prefill replica."""
 
@@ -112,12 +113,18 @@ class Fetch:
         try:
             async with asyncio.timeout(CHOICE_TIMEOUT_S):
                 replica = await self._pool.choose(self._demand.request, self._transfer)
-        except TimeoutError:
-            raise PrefillError("unavailable", "there is no prefill replica") from None
+        except (TimeoutError, PrefillError) as error:
+            failure = error if isinstance(error, PrefillError) else PrefillError("unavailable", NOBODY)
+            failure.nobody_is_left = failure.reason == "unavailable"
+            raise failure from None
         ticket = TransferTicket(replica=replica, transfer=self._transfer)
         try:
             self._start(self._ask(ticket, num_bytes))
             await self._receive_all(ticket, num_bytes)
+        except PrefillError as error:
+            if error.reason in ("unavailable", "timeout"):
+                error.nobody_is_left = self._pool.suspect(replica)
+            raise
         finally:
             for call in self._calls:
                 call.cancel()

@@ -14,6 +14,7 @@ from cluster import ray_compat
 from cluster.balancer import Balancer, Route
 from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.messages import Refusal, RefusalKind
+from cluster.suspects import Suspects
 from engine.errors import first_line
 from engine.request import EngineRequest
 
@@ -26,6 +27,7 @@ class PrefillError(RuntimeError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+        self.nobody_is_left = False  # to ask, for a while
 
 
 _REASONS = {
@@ -52,6 +54,10 @@ class PrefillPool(ABC):
         """A chunk of its KV, once it is computed, and what it is got by elsewhere; acknowledges the first ones."""
 
     @abstractmethod
+    def suspect(self, replica: str) -> bool:
+        """This replica has just failed: for a while it is chosen only if there is no other. Whether there is none."""
+
+    @abstractmethod
     def close(self, ticket: TransferTicket) -> None:
         """Nothing more is needed of this transfer, finished or not. Does not wait, and never fails."""
 
@@ -65,11 +71,12 @@ class ServePrefillPool(PrefillPool):
         self._close = ray_compat.by_reference(prefill, "close_transfer")
         self._balancer = balancer
         self._routes: dict[str, Route] = {}  # by transfer
+        self._suspects = Suspects(lambda _: True)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def choose(self, request: EngineRequest, transfer: str) -> str:
         ray_compat.begin_call_of_its_own()
-        route = self._balancer.begin(request)
+        route = self._balancer.begin(request, suspects=self._suspects)
         try:
             replica = await ray_compat.choose(self._prefill, route)
             self._routes[transfer] = route
@@ -92,6 +99,10 @@ class ServePrefillPool(PrefillPool):
         chunk: KVChunk | NoChunk
         chunk, source = await _fetched(self._fetch, ticket, index, num_received)
         return chunk, source
+
+    def suspect(self, replica: str) -> bool:
+        self._suspects.add(replica)
+        return all(name in self._suspects for name in self._balancer.replicas)
 
     def close(self, ticket: TransferTicket) -> None:
         route = self._routes.pop(ticket.transfer, None)

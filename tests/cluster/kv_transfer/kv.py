@@ -73,6 +73,8 @@ class LocalPool(PrefillPool):
     hangs_at: int | None = None
     min_bytes: int = 0
     calls: int = 0
+    is_alone: bool = True
+    suspects: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     orders: list[PrefillOrder] = field(default_factory=list)
     transfers: dict[str, Transfer] = field(default_factory=dict)
@@ -102,6 +104,10 @@ class LocalPool(PrefillPool):
     async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
         await self._count()
         return await self._transfer(ticket).chunk(index, num_received), None
+
+    def suspect(self, replica: str) -> bool:
+        self.suspects.append(replica)
+        return self.is_alone
 
     def close(self, ticket: TransferTicket) -> None:
         self.closed.append(ticket.transfer)

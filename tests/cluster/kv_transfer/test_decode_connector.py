@@ -128,7 +128,14 @@ def test_wherever_prefill_dies_what_has_arrived_counts_and_the_engine_hears_it(c
         assert subject.arrived() % 10 == 0
         assert failures(subject) == {"unavailable": 1}
         assert subject.connector.fetch(demand(50)) is None  # for a while, nobody is asked
-    assert len(pool.closed) == (call > 0)
+    assert len(pool.closed) == len(pool.suspects) == (call > 0)
+
+
+def test_the_end_of_one_of_several_prefill_replicas_is_no_reason_not_to_ask_the_others() -> None:
+    with engine(LocalPool(fails_at=1, is_alone=False)) as subject:
+        subject.connector.fetch(demand(50))
+        assert subject.completed().failure == "killed"
+        assert subject.connector.fetch(demand(50)) == 50
 
 
 @pytest.mark.parametrize("call", range(CALLS))

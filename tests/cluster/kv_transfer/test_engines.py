@@ -61,6 +61,9 @@ class DeskPool(PrefillPool):
     async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
         return await self._desk.fetch(ticket, index, num_received), None
 
+    def suspect(self, replica: str) -> bool:
+        raise AssertionError(f"{replica} has done nothing wrong")
+
     def close(self, ticket: TransferTicket) -> None:
         self._desk.close(ticket)
 
