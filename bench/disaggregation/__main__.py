@@ -17,6 +17,9 @@ def main() -> None:
     parser.add_argument("what", choices=("speed", "trace", "tpot"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--file", type=Path, help="trace: where to write it, for chrome://tracing")
+    parser.add_argument(
+        "--cases", type=int, nargs="+", default=[0, 1, 2], help="tpot: unified on one core, on all, and both pools"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="sliceserve-bench-"))
     set_environment(folder, haproxy=False)  # before the first import of Ray
@@ -31,7 +34,7 @@ def main() -> None:
     else:
         from bench.disaggregation.tpot import tpot
 
-        tpot(folder)
+        tpot(folder, arguments.cases)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ import psutil
 from bench.disaggregation.common import PORT, application, ray_with_serve
 from cluster.app import build_app
 
-STREAMS, STREAM_TOKENS, PROMPT_TOKENS, PROMPT_EVERY_S = 4, 120, 1500, 2.0
+STREAMS, STREAM_TOKENS, PROMPT_TOKENS, PROMPT_EVERY_S = 4, 100, 1500, 2.0
 TPOT_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_running_seqs": 8, "max_model_len": 2048, "block_size": 32}
 
 
-def tpot(folder: Path) -> None:
+def tpot(folder: Path, chosen: Sequence[int]) -> None:
     """Running streams with and without long prompts beside them."""
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) >= 2, "the pools need a core each"
@@ -34,7 +35,7 @@ def tpot(folder: Path) -> None:
     ]
     print("| case | long prompts | TPOT p50 (ms) | TPOT p99 (ms) | longest gap (ms) | TTFT of long prompts p50 (s) |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, options, pins in cases:
+    for name, options, pins in [cases[index] for index in chosen]:
         with ray_with_serve(folder), application(build_app({**TPOT_OPTIONS, **options}), "tpot"):
             for deployment, where in pins.items():
                 pin(deployment, where)
