@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY = @echo "sliceserve:"
 
-.PHONY: help install install-dev serve test test-tp test-disagg test-kernels test-tpu-compile lint format docs bench lock clean
+.PHONY: help install install-dev serve test test-tp test-disagg test-kernels test-chaos test-tpu-compile lint format docs bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,6 +37,9 @@ test-tp: $(VENV)/.installed-dev ## tensor parallelism: every size, and the main 
 
 test-disagg: $(VENV)/.installed-dev ## prefill and decode pools: thousands of requests under fire, a real model's answers
 	@$(BIN)/python -m pytest --matrix tests/cluster/kv_transfer
+
+test-chaos: $(VENV)/.installed-dev ## kill, stop and overload a serving cluster, at length (about a quarter of an hour)
+	@$(BIN)/python -m pytest --matrix -s tests/chaos $(ARGS)
 
 test-kernels: $(VENV)/.installed-dev ## the TPU attention kernel, simulated: hundreds of random steps per dtype (an hour)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.backends.jax.kernel_cases $(ARGS)

@@ -1,6 +1,6 @@
 """Streams that are open while something breaks, each with the text that it must have in the end.
 
-The mock backend's tokens are a function of prompt and seed (`mock_tokens`), so a token that is lost, doubled or computed
+The mock backend's tokens are a function of prompt and seed (`mock_tokens`), so a token that is lost, doubled or made
 from anything else shows in the text of its stream.
 """
 
