@@ -229,6 +229,6 @@ def serve_options(config: EngineConfig, role: Role, started: int) -> dict[str, A
         "upscale_delay_s": 0.0,  # delays are the policy's own
         "downscale_delay_s": 0.0,
         "metrics_interval_s": 1.0,
-        "look_back_period_s": 5.0,
+        "look_back_period_s": 3.0,
         "policy": {"policy_function": POLICY, "policy_kwargs": asdict(options)},
     }

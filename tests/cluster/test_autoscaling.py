@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import pytest
 from ray import serve
 
+from cluster.app import build_app
 from cluster.autoscaling import (
     Autoscaler,
     EngineSignals,
@@ -194,6 +196,19 @@ def test_pools_have_bounds_of_their_own() -> None:
     assert prefill == ScalingOptions(role=Role.PREFILL, min_replicas=1, max_replicas=3)
     fixed = EngineConfig.from_args({"backend": "mock", "disagg_topo": "1,2", "max_replicas": 5})
     assert scaling_options(prefill_config(fixed), Role.PREFILL) is None
+
+
+def test_the_application_s_pools_scale_each_by_its_own_signals() -> None:
+    bounds = {"max_replicas": 5, "min_replicas": 0, "prefill_max_replicas": 3, "prefill_min_replicas": 2}
+    ingress: Any = build_app({"backend": "mock", "disagg_topo": "1,2", **bounds})
+    engine = ingress._bound_deployment.init_args[1]
+    prefill = engine._bound_deployment.init_args[2]
+    seen = {}
+    for one in (prefill, engine):
+        scaling = one._bound_deployment._deployment_config.autoscaling_config
+        role = scaling.policy.policy_kwargs["role"]
+        seen[role] = (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas)
+    assert seen == {"prefill": (2, 2, 3), "decode": (0, 2, 5)}
 
 
 @pytest.mark.parametrize(
