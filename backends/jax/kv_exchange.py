@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
@@ -96,9 +95,9 @@ class KVExchange:
         number = sharded_shape(mesh, (), (), np.int32)
         options = compiler_options(mesh.devices.flat[0])
         if kind == "read":
-            program = self._over_mesh(partial(read_batch, self._layout), num_sharded=1, num_others=2)
+            program = self._over_mesh(self._layout.read, num_sharded=1, num_others=2)
             return jax.jit(program, compiler_options=options).lower(cache, ids, number)
-        program = self._over_mesh(partial(write_batch, self._layout), num_sharded=2, num_others=3)
+        program = self._over_mesh(self._layout.write, num_sharded=2, num_others=3)
         donating = jax.jit(program, donate_argnums=0, compiler_options=options)
         return donating.lower(cache, self._batch_shape(size), ids, number, number)
 
@@ -193,42 +192,6 @@ class KVExchange:
         local = shape.sharding.shard_shape(shape.shape)
         parts = [jax.device_put(joined(shares, cut, at, heads, local), chip) for chip, heads in self._chips.items()]
         return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, parts)
-
-
-def read_batch(layout: BlockLayout, cache: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
-    """The first `count` of blocks `ids` [n] of one chip, [layers, 2, kv_heads, n * block_size, d]; zeros behind."""
-    layers, two, heads, size, d = layout.token_order
-
-    def one(index: jax.Array, out: jax.Array) -> jax.Array:
-        block = jax.lax.dynamic_index_in_dim(cache, ids[index], axis=1, keepdims=False)
-        longer: jax.Array = jax.lax.dynamic_update_slice_in_dim(out, layout.unpack(block), index * size, axis=3)
-        return longer
-
-    nothing = jnp.zeros((layers, two, heads, ids.shape[0] * size, d), layout.unsigned)
-    read: jax.Array = jax.lax.fori_loop(0, count, one, nothing)
-    return read
-
-
-def write_batch(
-    layout: BlockLayout, cache: jax.Array, data: jax.Array, ids: jax.Array, count: jax.Array, kept: jax.Array
-) -> jax.Array:
-    """Writes data [layers, 2, kv_heads, n * block_size, d] into the first `count` of blocks `ids` [n] of one chip.
-
-    The first `kept` tokens of the first block stay as they are.
-    """
-    size = layout.token_order[3]
-
-    def one(index: jax.Array, cache: jax.Array) -> jax.Array:
-        tokens = jax.lax.dynamic_slice_in_dim(data, index * size, size, axis=3)
-        updated: jax.Array = jax.lax.dynamic_update_index_in_dim(cache, layout.pack(tokens), ids[index], axis=1)
-        return updated
-
-    old = layout.unpack(jax.lax.dynamic_index_in_dim(cache, ids[0], axis=1, keepdims=False))
-    stays = (jnp.arange(size) < kept)[:, None]
-    first = layout.pack(jnp.where(stays, old, data[:, :, :, :size]))
-    cache = jax.lax.dynamic_update_index_in_dim(cache, first, ids[0], axis=1)
-    written: jax.Array = jax.lax.fori_loop(1, count, one, cache)
-    return written
 
 
 def _padded(block_ids: Sequence[int], batch: Batch) -> NDArray[np.int32]:

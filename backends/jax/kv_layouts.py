@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from backends.jax import native
 from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 
-NATIVE_TILE = 32  # tokens (kMaxTile in native/attention.h)
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -37,12 +37,18 @@ class BlockLayout(ABC):
         return a.num_layers, 2, a.num_kv_heads, a.block_size, a.head_dim
 
     @abstractmethod
-    def unpack(self, block: jax.Array) -> jax.Array:
-        """A block as it is kept -> in the order of tokens."""
+    def read(self, cache: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
+        """The first `count` of blocks `ids` [n] in the order of tokens, [layers, 2, kv_heads, n * block_size, d].
+
+        What is behind them may be anything.
+        """
 
     @abstractmethod
-    def pack(self, tokens: jax.Array) -> jax.Array:
-        """A block in the order of tokens -> as it is kept."""
+    def write(self, cache: jax.Array, data: jax.Array, ids: jax.Array, count: jax.Array, kept: jax.Array) -> jax.Array:
+        """Writes data [layers, 2, kv_heads, n * block_size, d] into the first `count` of blocks `ids` [n].
+
+        The first `kept` tokens of the first block stay as they are.
+        """
 
     def _bits(self, x: jax.Array) -> jax.Array:
         return x if x.dtype == self.unsigned else jax.lax.bitcast_convert_type(x, self.unsigned)
@@ -51,7 +57,46 @@ class BlockLayout(ABC):
         return jax.lax.bitcast_convert_type(bits, jnp.dtype(self.attention.dtype))
 
 
-class XlaLayout(BlockLayout):
+class BlockwiseLayout(BlockLayout):
+    """Moves one block after the other, with all its layers."""
+
+    @abstractmethod
+    def unpack(self, block: jax.Array) -> jax.Array:
+        """A block as it is kept -> in the order of tokens."""
+
+    @abstractmethod
+    def pack(self, tokens: jax.Array) -> jax.Array:
+        """A block in the order of tokens -> as it is kept."""
+
+    def read(self, cache: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
+        layers, two, heads, size, d = self.token_order
+
+        def one(index: jax.Array, out: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_index_in_dim(cache, ids[index], axis=1, keepdims=False)
+            longer: jax.Array = jax.lax.dynamic_update_slice_in_dim(out, self.unpack(block), index * size, axis=3)
+            return longer
+
+        nothing = jnp.zeros((layers, two, heads, ids.shape[0] * size, d), self.unsigned)
+        out: jax.Array = jax.lax.fori_loop(0, count, one, nothing)
+        return out
+
+    def write(self, cache: jax.Array, data: jax.Array, ids: jax.Array, count: jax.Array, kept: jax.Array) -> jax.Array:
+        size = self.token_order[3]
+
+        def one(index: jax.Array, cache: jax.Array) -> jax.Array:
+            block = self.pack(jax.lax.dynamic_slice_in_dim(data, index * size, size, axis=3))
+            updated: jax.Array = jax.lax.dynamic_update_index_in_dim(cache, block, ids[index], axis=1)
+            return updated
+
+        old = self.unpack(jax.lax.dynamic_index_in_dim(cache, ids[0], axis=1, keepdims=False))
+        stays = (jnp.arange(size) < kept)[:, None]
+        first = self.pack(jnp.where(stays, old, data[:, :, :, :size]))
+        cache = jax.lax.dynamic_update_index_in_dim(cache, first, ids[0], axis=1)
+        out: jax.Array = jax.lax.fori_loop(1, count, one, cache)
+        return out
+
+
+class XlaLayout(BlockwiseLayout):
     """[layers, 2, kv_heads, block_size, d]: the order of tokens."""
 
     def unpack(self, block: jax.Array) -> jax.Array:
@@ -63,34 +108,17 @@ class XlaLayout(BlockLayout):
 
 
 class NativeLayout(BlockLayout):
-    """[layers, 2, kv_heads, block_size * d], in tiles of up to 32 tokens: keys as [d / pair, tile, pair], values as
-    [tile / pair, d, pair]; bfloat16 come in pairs."""
+    """In tiles, which C++ puts in order (native/kv_exchange.h): XLA's transpositions take five times as long."""
 
-    @property
-    def _tiles(self) -> tuple[int, int, int]:
-        """Tiles, tokens of one, elements of a pair."""
-        tile = min(NATIVE_TILE, self.attention.block_size)
-        return self.attention.block_size // tile, tile, 1 if self.attention.dtype == "float32" else 2
+    def read(self, cache: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
+        return self._bits(native.read_blocks(cache, ids, count.reshape(1), self.attention.head_dim))
 
-    def unpack(self, block: jax.Array) -> jax.Array:
-        layers, _, heads, _, d = self.token_order
-        tiles, tile, pair = self._tiles
-        bits = self._bits(block)
-        keys = bits[:, 0].reshape(layers, heads, tiles, d // pair, tile, pair).swapaxes(3, 4)
-        values = bits[:, 1].reshape(layers, heads, tiles, tile // pair, d, pair).swapaxes(4, 5)
-        both = jnp.stack([x.reshape(layers, heads, tiles * tile, d) for x in (keys, values)], axis=1)
-        return both.reshape(self.token_order)
-
-    def pack(self, tokens: jax.Array) -> jax.Array:
-        layers, _, heads, _, d = self.token_order
-        tiles, tile, pair = self._tiles
-        keys = tokens[:, 0].reshape(layers, heads, tiles, tile, d // pair, pair).swapaxes(3, 4)
-        values = tokens[:, 1].reshape(layers, heads, tiles, tile // pair, pair, d).swapaxes(4, 5)
-        both = jnp.stack([x.reshape(layers, heads, tiles * tile * d) for x in (keys, values)], axis=1)
-        return jax.lax.bitcast_convert_type(both, jnp.float32) if pair == 1 else both
+    def write(self, cache: jax.Array, data: jax.Array, ids: jax.Array, count: jax.Array, kept: jax.Array) -> jax.Array:
+        values = data if cache.dtype == data.dtype else jax.lax.bitcast_convert_type(data, cache.dtype)
+        return native.write_blocks(cache, values, ids, count.reshape(1), kept.reshape(1))
 
 
-class PallasLayout(BlockLayout):
+class PallasLayout(BlockwiseLayout):
     """[layers, block_size, R, 1, 128] words (attention/pallas/words.py)."""
 
     def unpack(self, block: jax.Array) -> jax.Array:
@@ -106,7 +134,7 @@ class PallasLayout(BlockLayout):
         return words.reshape(layers, size, *words.shape[1:])
 
 
-class LibraryLayout(BlockLayout):
+class LibraryLayout(BlockwiseLayout):
     """[layers, block_size, 2 kv_heads, d] of the cache's own type, K and V of the heads interleaved."""
 
     def unpack(self, block: jax.Array) -> jax.Array:

@@ -24,6 +24,8 @@ _TARGETS = {
     "sliceserve_gated_silu": "SliceserveGatedSilu",
     "sliceserve_attention": "SliceserveAttention",
     "sliceserve_sample": "SliceserveSample",
+    "sliceserve_read_blocks": "SliceserveReadBlocks",
+    "sliceserve_write_blocks": "SliceserveWriteBlocks",
 }
 _loaded: list[ctypes.CDLL] = []
 
@@ -152,3 +154,23 @@ def ragged_attention(
     arrays = (qkv, cos, sin, cache, layer, block_tables, kv_lens, query_starts, num_rows)
     out, cache = call(*arrays, scale=np.float32(scale), window=np.int64(window))
     return out, cache
+
+
+def read_blocks(cache: jax.Array, ids: jax.Array, count: jax.Array, head_dim: int) -> jax.Array:
+    """The first `count` [1] of blocks `ids` [n] of a cache as above, [layers, 2, kv_heads, n * block_size, d].
+
+    What is behind them may be anything.
+    """
+    layers, _, _, kv_heads, elements = cache.shape
+    tokens = ids.shape[0] * elements // head_dim
+    result = jax.ShapeDtypeStruct((layers, 2, kv_heads, tokens, head_dim), cache.dtype)
+    read: jax.Array = jax.ffi.ffi_call("sliceserve_read_blocks", result)(cache, ids, count)
+    return read
+
+
+def write_blocks(cache: jax.Array, data: jax.Array, ids: jax.Array, count: jax.Array, kept: jax.Array) -> jax.Array:
+    """The inverse, in place; the first `kept` [1] tokens of the first block stay as they are."""
+    result = jax.ShapeDtypeStruct(cache.shape, cache.dtype)
+    call = jax.ffi.ffi_call("sliceserve_write_blocks", result, input_output_aliases={0: 0})
+    written: jax.Array = call(cache, data, ids, count, kept)
+    return written

@@ -2,6 +2,7 @@
 // backends/jax/native/__init__.py.
 #include "attention.h"
 #include "elementwise.h"
+#include "kv_exchange.h"
 #include "linear.h"
 #include "linear_int8.h"
 #include "sampling.h"
@@ -95,6 +96,42 @@ ffi::Error AttentionImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::B
   return ffi::Error::Success();
 }
 
+template <typename T>
+BlockExchange<T> ExchangeOf(ffi::AnyBuffer::Dimensions c, ffi::AnyBuffer::Dimensions data, ffi::Buffer<ffi::S32> ids,
+                            ffi::Buffer<ffi::S32> count) {
+  const int64_t dim = data[4], wanted = count.typed_data()[0];
+  return {c[0], c[1], c[3], c[4] / dim, dim, ids.typed_data(), std::clamp<int64_t>(wanted, 0, ids.dimensions()[0]), data[3]};
+}
+
+// cache [layers, blocks, 2, kv_heads, block_size * d], ids [n], count [1] -> data [layers, 2, kv_heads, n * block_size, d],
+// of which what is behind `count` blocks may be anything
+ffi::Error ReadBlocksImpl(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> ids,
+                          ffi::Buffer<ffi::S32> count, ffi::Result<ffi::AnyBuffer> data) {
+  auto run = [&](auto* kept) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(kept)>>;
+    ExchangeOf<T>(cache.dimensions(), data->dimensions(), ids, count).Read(pool, kept, static_cast<T*>(data->untyped_data()));
+  };
+  if (cache.element_type() == ffi::F32) run(static_cast<const float*>(cache.untyped_data()));
+  else run(static_cast<const uint16_t*>(cache.untyped_data()));
+  return ffi::Error::Success();
+}
+
+// cache and data as above, ids [n], count [1], skipped [1] -> cache, updated in place
+ffi::Error WriteBlocksImpl(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer data, ffi::Buffer<ffi::S32> ids,
+                           ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> skipped,
+                           ffi::Result<ffi::AnyBuffer> new_cache) {
+  if (new_cache->untyped_data() != cache.untyped_data())
+    return ffi::Error::Internal("write_blocks: the cache must be updated in place");
+  auto run = [&](auto* kept) {
+    using T = std::remove_pointer_t<decltype(kept)>;
+    ExchangeOf<T>(cache.dimensions(), data.dimensions(), ids, count)
+        .Write(pool, kept, static_cast<const T*>(data.untyped_data()), skipped.typed_data()[0]);
+  };
+  if (cache.element_type() == ffi::F32) run(static_cast<float*>(new_cache->untyped_data()));
+  else run(static_cast<uint16_t*>(new_cache->untyped_data()));
+  return ffi::Error::Success();
+}
+
 // logits [t, n]; temperature, top_k, top_p, min_p, uniform [t]; rows [1] -> the chosen id of each valid row [t] (0 behind)
 ffi::Error SampleImpl(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature,
                       ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> min_p,
@@ -177,3 +214,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveSample, sliceserve::SampleImpl,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveReadBlocks, sliceserve::ReadBlocksImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SliceserveWriteBlocks, sliceserve::WriteBlocksImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from backends.jax import native
 from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.backend import JaxBackend
-from backends.jax.kv_exchange import KVExchange, read_batch, write_batch
+from backends.jax.compilation import default_cache_dir
+from backends.jax.kv_exchange import KVExchange
 from backends.jax.kv_layouts import block_layout
 from engine.config import EngineConfig
 from engine.kv_blocks import KVBlocks, KVLostError, LocalPayload
@@ -60,16 +61,17 @@ def test_every_layout_gives_back_what_was_written(
         dtype=dtype,
     )
     layout = block_layout(attention)
+    native.load_kernels(default_cache_dir())
     spec = attention.cache_shape(6)
     before = jnp.ones(spec.shape, spec.dtype)
     ids, kept = jnp.array([4, 1, 0, 5], jnp.int32), 3
     data = bits((2, 2, kv_heads, 4 * block_size, head_dim), dtype)
-    read, write = jax.jit(partial(read_batch, layout)), jax.jit(partial(write_batch, layout))
-    old = np.asarray(read(before, ids, 4))
-    cache = write(before, data, ids, 3, kept)
+    read, write = jax.jit(layout.read), jax.jit(layout.write)
+    old = np.asarray(read(before, ids, np.int32(4)))
+    cache = write(before, data, ids, np.int32(3), np.int32(kept))
     assert cache.shape == spec.shape
     assert cache.dtype == spec.dtype
-    found = np.asarray(read(cache, ids, 4))
+    found = np.asarray(read(cache, ids, np.int32(4)))
     assert np.array_equal(found[:, :, :, kept : 3 * block_size], data[:, :, :, kept : 3 * block_size])
     assert np.array_equal(found[:, :, :, :kept], old[:, :, :, :kept])
     assert np.array_equal(found[:, :, :, 3 * block_size :], old[:, :, :, 3 * block_size :])
