@@ -15,6 +15,8 @@ from cluster.messages import Refusal, RefusalKind
 from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
 from engine.request import RequestOutput
 
+GIVEN_UP = Refusal(kind=RefusalKind.UNAVAILABLE, message="the prompt was given up")
+
 
 class PrefillDesk:
     """Use it from one event loop, except `emit`."""
@@ -36,16 +38,18 @@ class PrefillDesk:
         self._loop = asyncio.get_running_loop()
         try:
             transfer = await self._table.open(ticket.transfer, order.num_bytes)
-            async with self._table.call(ticket.transfer):
-                submitted_at = time.monotonic()
-                refusal = self._submit(order)
-                output = None if refusal else await transfer.computed()
+            submitted_at = time.monotonic()
+            refusal = GIVEN_UP if transfer.failure else self._submit(order)
+            output = None
+            if refusal is None:
+                async with self._table.call(ticket.transfer):
+                    output = await transfer.computed()
         except asyncio.CancelledError:
             self.close(ticket)
             raise
         if output is None or not output.token_ids:
             self.close(ticket)
-            reason = transfer.failure or (output and output.error) or "the prompt was given up"
+            reason = transfer.failure or (output and output.error) or GIVEN_UP.message
             return refusal or Refusal(kind=RefusalKind.UNAVAILABLE, message=reason)
         now = time.monotonic()
         return PrefillAnswer(
@@ -61,7 +65,8 @@ class PrefillDesk:
 
     def close(self, ticket: TransferTicket) -> None:
         """Ends a transfer, and its prompt if that is still being computed."""
-        if self._table.close(ticket.transfer) is not None and self._engine is not None:
+        self._table.close(ticket.transfer)
+        if self._engine is not None:
             self._engine.abort(ticket.transfer)
 
     def fail_all(self) -> None:

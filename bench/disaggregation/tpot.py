@@ -20,7 +20,7 @@ from bench.disaggregation.common import PORT, application, ray_with_serve
 from cluster.app import build_app
 
 STREAMS, STREAM_TOKENS, PROMPT_TOKENS, PROMPT_EVERY_S = 4, 100, 1500, 2.0
-TPOT_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_running_seqs": 8, "max_model_len": 2048, "block_size": 32}
+TPOT_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_running_seqs": 8, "max_model_len": 2048, "warmup": False}
 
 
 def tpot(folder: Path, chosen: Sequence[int]) -> None:
@@ -37,6 +37,7 @@ def tpot(folder: Path, chosen: Sequence[int]) -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for name, options, pins in [cases[index] for index in chosen]:
         with ray_with_serve(folder), application(build_app({**TPOT_OPTIONS, **options}), "tpot"):
+            _streams(True)  # compiles what is needed
             for deployment, where in pins.items():
                 pin(deployment, where)
             for busy in (False, True):

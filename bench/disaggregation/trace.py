@@ -26,6 +26,7 @@ def trace(folder: Path, rounds: int, file: Path | None) -> None:
         "prefill_max_num_batched_tokens": 512,
         "disagg_topo": "1,1",
         "enable_prefix_cache_hbm": False,
+        "warmup": False,  # the first fetch compiles what is needed
     }
     config = EngineConfig.from_args(options)
     with ray_with_serve(folder), application(build_app(config), "trace"):

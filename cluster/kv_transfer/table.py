@@ -113,14 +113,13 @@ class TransferTable:
         self._count_bytes()
         return chunk
 
-    def close(self, transfer_id: str) -> Transfer | None:
-        """Nobody needs this transfer any more. Returns it if it was open."""
+    def close(self, transfer_id: str) -> None:
+        """Nobody needs this transfer any more, if it is there."""
         transfer = self._transfers.pop(transfer_id, None)
         if transfer is not None:
             transfer.fail("the transfer is closed")
             self._budget.give_back(self._shares.pop(transfer_id, 0))
             self._count_bytes()
-        return transfer
 
     @property
     def num_open(self) -> int:
