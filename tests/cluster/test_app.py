@@ -31,6 +31,8 @@ def test_replicas_that_share_a_tpu_host_reserve_their_chips() -> None:
     assert engine_resources(options) == {"TPU": 4.0}
     assert engine_resources({**options, "data_parallel_size": 1}) == {}
     assert engine_resources({**options, "backend": "cpu"}) == {}
+    pools = {"backend": "tpu", "tensor_parallel_size": 4, "disagg_topo": "1,1"}
+    assert engine_resources(pools) == {"TPU": 4.0}
 
 
 @pytest.mark.parametrize("size", [3, 16])
