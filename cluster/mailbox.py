@@ -1,11 +1,12 @@
 """The ingress' end of the lines to engines: tokens come in, requests go out, outside of Serve's request path.
 
-An ingress listens (`Mailbox`); an engine connects to it on the first Serve call that it gets from there (`Outbox`) and
-then writes one frame per engine step with the new tokens of all requests of that ingress. TCP keeps the order and loses
-nothing; nothing waits for a timer, and what piles up leaves as one frame. Serve's calls hold the requests' places,
-and carry cancellation and failures, which they are made for; a token through Serve costs more than ten times as much
-(docs/architecture.md). A connection starts with a secret that the ingress hands out with each Serve call, and frames
-hold numbers and strings only, so that a stranger can inject nothing.
+An ingress listens (`Mailbox`); an engine connects to it when it is asked to, or on the first request that a Serve call
+brings from there (`Outbox`), and then writes one frame per engine step with the new tokens of all requests of that
+ingress and with news of the engine itself (`cluster.news`). TCP keeps the order and loses nothing; nothing waits for a
+timer, and what piles up leaves as one frame. Serve's calls hold the requests' places, and carry cancellation and
+failures, which they are made for; a token through Serve costs more than ten times as much (docs/architecture.md). A
+connection starts with a secret that the ingress hands out with each Serve call, and frames hold numbers and strings
+only, so that a stranger can inject nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine's end of the line to an ingress: tokens go out, requests and their withdrawals come in.
 
-An engine connects to an ingress on the first Serve call that it gets from there, shows the secret that came with it and
-says which replica it is. From then on the ingress sends requests over the line too, ahead of the Serve calls that hold
-their places: that takes a fraction of a millisecond in place of several.
+An engine connects to an ingress when that asks for it, or on the first Serve call with a request from there, shows the
+secret that came with it and says which replica it is. From then on the ingress sends requests over the line too, ahead
+of the Serve calls that hold their places: that takes a fraction of a millisecond in place of several.
 """
 
 from __future__ import annotations

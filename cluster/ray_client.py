@@ -229,10 +229,13 @@ class RayEngineClient:
     async def _keep_lines(self) -> None:
         """Has engines open lines before the first request to them, so that their news come: all at the start, and those
         that have come since."""
-        address = self._mailbox.address or await self._listen()
         while True:
-            if not self._mailbox.replicas or self._balancer.replicas - self._mailbox.replicas:
-                await _broadcast(self._engine, "open_line", address)
+            try:
+                address = self._mailbox.address or await self._listen()
+                if not self._mailbox.replicas or self._balancer.replicas - self._mailbox.replicas:
+                    await _broadcast(self._engine, "open_line", address)
+            except Exception as error:  # requests open lines, too
+                logger.warning("engines can't be asked for lines now: %s", first_line(error))
             await asyncio.sleep(LINES_INTERVAL_S)
 
     async def _listen(self) -> MailboxAddress:

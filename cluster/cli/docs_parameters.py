@@ -25,9 +25,10 @@ DESCRIPTIONS = {
     "stream_options": "`include_usage`: token counts in a last event; `continuous_usage_stats`: in every event.",
     "prompt_logprobs": "Log-probabilities of the prompt's tokens with this many alternatives; not while streaming.",
     "cache_salt": "Requests share cached prefixes only with requests of the same salt.",
-    "user": "The client's own label; no effect.",
+    "user": "The client's own label. With `sticky_sessions`, it names the session of requests that nothing else does.",
     "safety_identifier": "The client's own label; no effect.",
-    "prompt_cache_key": "The client's own label; no effect.",
+    "prompt_cache_key": "The client's own label. With `sticky_sessions`, it names the request's session, unless the "
+    "header `X-Session-ID` does.",
     "metadata": "The client's own labels; no effect.",
     "messages": "The conversation: roles system, developer, user, assistant; text, or parts of type text.",
     "max_tokens": "Most tokens of the answer. Default for chat: what is left of the context.",
