@@ -15,6 +15,7 @@ from ray.serve.exceptions import BackPressureError
 from cluster import continuation, exchange, ray_client
 from cluster.balancer import Balancer
 from cluster.client import EngineOverloadedError, EngineUnavailableError
+from cluster.mailbox import MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Connection, Outbox
 from cluster.ray_client import RayEngineClient
@@ -413,3 +414,38 @@ async def test_a_request_that_its_call_took_along_is_interrupted_as_well_when_th
         outbox.close()
         assert [output.token_ids async for output in generator] == [(6,)]
     assert not handle.cancelled.is_set()  # see Exchange.close
+
+
+async def test_engines_are_asked_for_lines_at_the_start_and_those_that_come_later_when_they_are_known(
+    engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_client, "LINES_INTERVAL_S", 0.05)
+    asked = 0
+
+    async def info(*_: object) -> str:
+        return "info"
+
+    async def broadcast(_: object, method: str, address: MailboxAddress) -> list[Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise OSError("no network yet")
+        assert method == "open_line"
+        return [boxes[asked > 2].connect(address)]
+
+    monkeypatch.setattr(ray_client.ray_compat, "broadcast", broadcast)
+    later = Outbox("two", engine)
+    boxes = (outbox, later)
+    balancer = Balancer.of(EngineConfig())
+    client = RayEngineClient(Handle(info), Handle(info), balancer, resume_timeout_s=1)  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        await client.info()
+        while client._mailbox.replicas != {"one"}:
+            await asyncio.sleep(0.01)
+        balancer.choose(balancer.begin(REQUEST), ("one", "two"), {})  # Serve knows of another one
+        while client._mailbox.replicas != {"one", "two"}:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    assert asked == 3
+    client.close()
+    later.close()
