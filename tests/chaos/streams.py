@@ -82,6 +82,7 @@ class Answer:
 
     asked: Asked
     status: int = 0
+    retry_after_s: int = 0
     texts: list[str] = field(default_factory=list)
     num_logprobs: Counter[int] = field(default_factory=Counter)
     finish_reasons: dict[int, str] = field(default_factory=dict)
@@ -90,6 +91,11 @@ class Answer:
     done: bool = False
     started: float = 0.0
     longest_gap_s: float = 0.0  # between two events
+
+    @property
+    def was_refused(self) -> bool:
+        """Told to come back, with nothing begun: no engine was there within the time for that."""
+        return self.status == 503 and self.retry_after_s > 0
 
     def problem(self) -> str:
         """What is wrong with it; empty if it is what an undisturbed server would have answered."""
@@ -130,6 +136,7 @@ async def stream(client: httpx.AsyncClient, url: str, asked: Asked) -> Answer:
             answer.status = response.status_code
             if response.status_code != 200:
                 answer.error = (await response.aread()).decode()
+                answer.retry_after_s = int(response.headers.get("retry-after", 0))
                 return answer
             before = time.monotonic()
             async for line in response.aiter_lines():

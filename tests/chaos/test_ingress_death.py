@@ -1,4 +1,4 @@
-"""An ingress is killed: its own streams break so that the client can tell, the other ingress' clients notice nothing."""
+"""An ingress is killed: its own streams break so that the client can tell, the other one's clients notice nothing."""
 
 from __future__ import annotations
 

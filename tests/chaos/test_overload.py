@@ -1,0 +1,106 @@
+"""Ten times more requests than the engine can serve: the rest is told to come back, and nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+import pytest
+
+from tests.chaos.faults import engines, ingresses, resident_bytes
+from tests.chaos.streams import http_client
+from tests.cluster.apps import completion, deployed
+
+STEP_MS, RUNNING, WAITING, TOKENS = 20, 8, 8, 40
+CAPACITY = RUNNING / (STEP_MS / 1000)
+"""Tokens per second."""
+OFFERED_PER_S = 10 * CAPACITY / TOKENS
+MAX_GROWTH_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests that start at a fixed rate, whatever becomes of those before."""
+
+    url: str
+    started: float = field(default_factory=time.monotonic)
+    statuses: list[int] = field(default_factory=list)
+    without_retry_after: int = 0
+    finished: list[float] = field(default_factory=list)  # when a request got all of its tokens
+
+    async def offer(self, client: httpx.AsyncClient, per_s: float, seconds: float) -> None:
+        started, tasks = time.monotonic(), []
+        for number in range(int(per_s * seconds)):
+            await asyncio.sleep(max(0.0, started + number / per_s - time.monotonic()))
+            tasks.append(asyncio.create_task(self.one(client)))
+        await asyncio.gather(*tasks)
+
+    async def one(self, client: httpx.AsyncClient) -> None:
+        body = {"prompt": [1000, 1001, 1002], "max_tokens": TOKENS, "ignore_eos": True}
+        answer = await client.post(f"{self.url}/v1/completions", json=body)
+        self.statuses.append(answer.status_code)
+        if answer.status_code == 200:
+            assert answer.json()["usage"]["completion_tokens"] == TOKENS
+            self.finished.append(time.monotonic())
+        elif not int(answer.headers.get("retry-after", 0)):
+            self.without_retry_after += 1
+
+    def tokens_per_s(self) -> float:
+        """Of requests that got all of theirs, from the first request to the last answer."""
+        return len(self.finished) * TOKENS / (self.finished[-1] - self.started)
+
+
+async def capacity(client: httpx.AsyncClient, url: str, seconds: float) -> float:
+    """Tokens per second with as many clients as there are places, each with its next request at once."""
+    load, until = Load(url), time.monotonic() + seconds
+
+    async def client_of_its_own() -> None:
+        while time.monotonic() < until:
+            await load.one(client)
+
+    await asyncio.gather(*(client_of_its_own() for _ in range(RUNNING + WAITING)))
+    assert set(load.statuses) == {200}
+    return load.tokens_per_s()
+
+
+@pytest.fixture
+def overloaded(serve_url: str) -> Iterator[str]:
+    options = {"mock_step_ms": STEP_MS, "max_decode_seqs": RUNNING, "max_queued_requests": WAITING}
+    with deployed(serve_url, "crowd", **options) as url:
+        yield url
+
+
+def resident() -> dict[psutil.Process, int]:
+    return {process: resident_bytes(process) for process in (*engines("crowd"), *ingresses("crowd"))}
+
+
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(8, id="short"), pytest.param(60, id="long", marks=pytest.mark.matrix)]
+)
+async def test_ten_times_too_many_requests_cost_the_others_nothing(overloaded: str, seconds: int) -> None:
+    async with http_client() as client:
+        alone = await capacity(client, overloaded, 3)
+        before = await asyncio.to_thread(resident)
+        load = Load(overloaded)
+        await load.offer(client, OFFERED_PER_S, seconds)
+        after = await asyncio.to_thread(resident)
+        started = time.monotonic()
+        recovered = await asyncio.to_thread(completion, overloaded, max_tokens=4)
+        recovery_s = time.monotonic() - started
+    assert set(load.statuses) == {200, 429}
+    assert load.without_retry_after == 0
+    assert load.tokens_per_s() >= 0.9 * alone
+    assert after.keys() == before.keys()  # nobody was restarted
+    assert all(after[process] - before[process] < MAX_GROWTH_BYTES for process in after)
+    assert recovered.status_code == 200
+    assert recovery_s < 1
+    refused = load.statuses.count(429)
+    grown = ", ".join(f"{(after[process] - before[process]) / 2**20:+.1f}" for process in after)
+    print(
+        f"{load.tokens_per_s():.0f} tokens/s of {CAPACITY:.0f} (alone {alone:.0f}), {refused} of {len(load.statuses)} "
+        f"refused, RSS {grown} MiB, the next request took {recovery_s:.2f} s"
+    )
