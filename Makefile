@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SAY = @echo "sliceserve:"
 
-.PHONY: help install install-dev serve test test-tp test-disagg test-kernels test-chaos test-tpu-compile lint format docs bench lock clean
+.PHONY: help install install-dev serve test test-tp test-disagg test-gangs test-kernels test-chaos test-tpu-compile lint format docs bench lock clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -40,6 +40,9 @@ test-disagg: $(VENV)/.installed-dev ## prefill and decode pools: thousands of re
 
 test-chaos: $(VENV)/.installed-dev ## kill, stop and overload a serving cluster, at length (about a quarter of an hour)
 	@$(BIN)/python -m pytest --matrix -s tests/chaos $(ARGS)
+
+test-gangs: $(VENV)/.installed-dev ## several hosts: 2 and 4 simulated ones, fake TPU slices, every way to lose one
+	@$(BIN)/python -m pytest --matrix tests/cluster/gang
 
 test-kernels: $(VENV)/.installed-dev ## the TPU attention kernel, simulated: hundreds of random steps per dtype (an hour)
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.backends.jax.kernel_cases $(ARGS)

@@ -33,6 +33,8 @@ CALLS_PER_PROMPT = WINDOW + 2
 DRAIN_TIMEOUT_S = 120.0
 """How long a replica that is to stop may finish its requests."""
 HEALTH_CHECK_PERIOD_S = 5.0
+GANG_HEALTH_CHECK_PERIOD_S = 1.0
+"""A gang that has lost a host is over, and its leader knows it at once."""
 HEALTH_CHECK_TIMEOUT_S = 10.0
 """An engine answers from memory, at once. After three checks that fail Serve replaces it."""
 CONSTRUCTOR_TRIES = 2
@@ -96,7 +98,7 @@ def _engine(
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_period_s=GANG_HEALTH_CHECK_PERIOD_S if config.num_hosts > 1 else HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=logging_config,
         request_router_config={"request_router_class": EngineRouter},

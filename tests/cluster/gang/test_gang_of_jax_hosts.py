@@ -58,6 +58,7 @@ def expected(model: Path) -> list[Answer]:
         return running.run(*requests())
 
 
+@pytest.mark.matrix
 def test_two_hosts_give_what_one_gives_and_end_together(serve_url: str, model: Path, expected: list[Answer]) -> None:
     assert serve_url
     fetching: list[bool] = []
