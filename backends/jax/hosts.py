@@ -51,7 +51,7 @@ def join_hosts(place: HostPlace) -> None:
 def engine_devices(count: int, num_hosts: int) -> list[jax.Device]:
     """The engine's `count` devices: the first ones of each host, host after host."""
     if num_hosts == 1:
-        return jax.local_devices()[:count]
+        return list(jax.local_devices()[:count])
     each = count // num_hosts
     return [device for host in range(num_hosts) for device in jax.local_devices(process_index=host)[:each]]
 

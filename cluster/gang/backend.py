@@ -46,7 +46,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def deliver(self, key: int, payload: KVPayload) -> None:
-        """Leaves KV with every host (`Host.payloads`), to be written by a command that names the key. Does not wait."""
+        """Leaves KV with every host (`Host.payloads`), to be written by a command that names the key. Does not wait.
+
+        Raises:
+            KVLostError: there is no room for it.
+        """
 
     @abstractmethod
     def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:

@@ -156,7 +156,8 @@ class Lines:
             data = wire.encode(kind, number, payload)
             call = Call(self, number, wire.checksum(payload))
             if answered:
-                self._calls[number] = call
+                with self._changed:
+                    self._calls[number] = call
             for peer in self._peers:
                 try:
                     peer.line.sendall(data)
@@ -260,12 +261,13 @@ class Lines:
                 raise wire.WireError(f"it sent a message of kind {message.kind.name}")
 
     def _answered(self, peer: _Peer, message: Message) -> None:
-        call = self._calls.get(message.number)
-        if call is None or peer.rank in call.answers:
-            raise wire.WireError(f"it answered command {message.number}, which nobody waits for")
-        if any(peer.rank not in earlier.answers for number, earlier in self._calls.items() if number < message.number):
-            raise wire.WireError(f"it answered command {message.number} before an earlier one")
         with self._changed:
+            call = self._calls.get(message.number)
+            if call is None or peer.rank in call.answers:
+                raise wire.WireError(f"it answered command {message.number}, which nobody waits for")
+            earlier = [other for number, other in self._calls.items() if number < message.number]
+            if any(peer.rank not in other.answers for other in earlier):
+                raise wire.WireError(f"it answered command {message.number} before an earlier one")
             call.answers[peer.rank] = message
             if len(call.answers) == self.num_hosts:
                 del self._calls[message.number]

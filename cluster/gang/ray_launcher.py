@@ -21,7 +21,7 @@ from cluster.gang.worker import Worker, WorkerProcess
 from engine.backend import BackendError, HostPlace, Progress
 from engine.config import EngineConfig
 from engine.errors import first_line
-from engine.kv_blocks import KVBlocks, KVPayload
+from engine.kv_blocks import KVBlocks, KVLostError, KVPayload
 
 START_TIMEOUT_S = 120.0
 KILL_AFTER_S = 0.5
@@ -106,12 +106,17 @@ class RayLauncher(Launcher):
         )
 
     def deliver(self, key: int, payload: KVPayload) -> None:
-        kept = ray.put(payload)
+        try:
+            kept = ray.put(payload)
+        except ray.exceptions.RayError as error:
+            raise KVLostError(f"KV can't be handed to the hosts: {first_line(error)}") from error
         for actor in self._actors:
             actor.receive.remote(key, kept)
 
     def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
         futures = [actor.share.remote(key, timeout_s).future() for actor in self._actors]
+        if not futures:
+            raise BackendError("the hosts whose KV was read are gone")
         try:
             return merged([future.result(timeout_s) for future in futures])
         except (ray.exceptions.RayError, TimeoutError) as error:
