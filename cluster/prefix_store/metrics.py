@@ -23,7 +23,11 @@ STORE_DEFINITIONS: tuple[MetricDefinition, ...] = (
     MetricDefinition(name="kv_store_read_bytes", kind="counter", help="Bytes of KV read from the prefix store."),
     MetricDefinition(name="kv_store_read_seconds", kind="counter", help="Time that reads took, added up."),
     MetricDefinition(name="kv_store_written_bytes", kind="counter", help="Bytes of KV put into the prefix store."),
-    MetricDefinition(name="kv_store_write_seconds", kind="counter", help="Time that writes took, added up."),
+    MetricDefinition(
+        name="kv_store_write_seconds",
+        kind="counter",
+        help="Time that writes to the prefix store took, once KV was read out, added up.",
+    ),
     MetricDefinition(
         name="kv_store_write_blocks_dropped",
         kind="counter",

@@ -119,8 +119,8 @@ class Writer:
             yield item
 
     def _write_all(self, items: Sequence[_Item]) -> None:
-        began = time.monotonic()
         blocks = [block for item in items for block in self._read(item)]
+        began = time.monotonic()
         size = max(1, SEGMENT_BYTES // self._bytes_per_block)
         for start in range(0, len(blocks), size):
             self._write(blocks[start : start + size])
