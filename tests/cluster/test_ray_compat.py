@@ -14,6 +14,7 @@ from ray.serve import context as serve_context
 from ray.serve import handle
 from ray.serve._private.default_impl import get_request_metadata
 from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
+from ray.util.tpu import SlicePlacementGroup
 
 from cluster import ray_compat, ray_environment
 from cluster.app import TPU_CHIPS
@@ -58,6 +59,24 @@ def test_broadcast_and_cancellation_are_parts_of_handles() -> None:
 
 def test_ray_gives_a_process_as_many_tpu_chips_as_we_think() -> None:
     assert ray_tpu.TPU_VALID_CHIP_OPTIONS == TPU_CHIPS
+
+
+def test_slices_and_labelled_groups_take_what_we_give_them() -> None:
+    asked = {"topology", "accelerator_version", "resources_per_bundle", "chips_per_vm", "head_reservation_timeout_s"}
+    assert asked <= inspect.signature(SlicePlacementGroup).parameters.keys()
+    assert callable(SlicePlacementGroup.shutdown)
+    assert isinstance(SlicePlacementGroup.placement_group, property)
+    assert "bundle_label_selector" in inspect.signature(ray.util.placement_group).parameters
+
+
+def test_nodes_and_groups_say_where_they_are(serve_url: str) -> None:
+    assert serve_url
+    [node] = ray_compat.nodes()
+    assert ipaddress.ip_address(node.ip)
+    group = ray_compat.placement_group([{"CPU": 0.1}] * 2, strategy="SPREAD")
+    assert ray_compat.wait_for_group(group, 30)
+    assert ray_compat.nodes_of_group(group) == [node.id, node.id]
+    ray_compat.remove_group(group)
 
 
 async def test_calls_of_one_http_request_can_be_told_apart() -> None:
