@@ -47,6 +47,9 @@ TPU_SHARED_BYTES = 32 << 20
 """Steps whose residual stream takes as much share out norms and residuals. A smaller one stays in VMEM anyway: compiled
 for v5e:2x2, an 8B model's step of 2048 tokens (32 MiB) moves half the HBM bytes then, one of 1024 just as many."""
 
+KV_EXCHANGE_BYTES, KV_EXCHANGE_BLOCKS = 256 << 20, 256
+"""What KV that is read or written takes at most: eight of the largest batches (backends.jax.kv_exchange)."""
+
 Step = Callable[[Params, DeviceState, SlotTables, jax.Array], tuple[DeviceState, jax.Array, jax.Array]]
 
 
@@ -168,8 +171,10 @@ class Deployment:
 
     @property
     def other_bytes_per_device(self) -> int:
-        """Token history and slot tables."""
-        return slot_bytes(self.config.max_decode_seqs, self.max_model_len, self.capabilities)
+        """Token history and slot tables, and KV on its way in and out."""
+        slots = slot_bytes(self.config.max_decode_seqs, self.max_model_len, self.capabilities)
+        moving = min(KV_EXCHANGE_BYTES, KV_EXCHANGE_BLOCKS * self.kv_bytes_per_block_per_device)
+        return slots + (moving if self.config.exchanges_kv else 0)
 
     def plan(self, device_bytes: int) -> KVPlan:
         """How many blocks and how long a sequence fit into a device's memory.

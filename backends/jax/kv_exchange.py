@@ -158,7 +158,7 @@ class KVExchange:
         for batch in self.batches(-(-(offset + num_tokens) // size)):
             start = batch.first * size - offset  # which of the payload's tokens the batch's first one is
             cut = slice(max(start, 0), min(start + batch.count * size, num_tokens))
-            data = self._put(shares, cut, cut.start - start, batch.size)
+            data = self._put(shares, cut, cut.start - start, batch)
             program = self._program("write", batch.size, cache)
             cache = program(cache, data, _padded(block_ids, batch), np.int32(batch.count), np.int32(cut.start - start))
         return cache
@@ -185,12 +185,14 @@ class KVExchange:
         here = jax.process_index()
         return {device: self._heads.kv_heads(chip) for chip, device in devices if device.process_index == here}
 
-    def _put(self, shares: Sequence[KVBlocks], cut: slice, at: int, size: int) -> jax.Array:
-        """A batch of `size` blocks on the devices: from token `at` on it holds these tokens of the shares."""
-        shape = self._batch_shape(size)
+    def _put(self, shares: Sequence[KVBlocks], cut: slice, at: int, batch: Batch) -> jax.Array:
+        """A batch of blocks on the devices: from token `at` on it holds these tokens of the shares."""
+        shape, filled = self._batch_shape(batch.size), batch.count * self._layout.attention.block_size
         assert isinstance(shape.sharding, NamedSharding)
         local = shape.sharding.shard_shape(shape.shape)
-        parts = [jax.device_put(joined(shares, cut, at, heads, local), chip) for chip, heads in self._chips.items()]
+        parts = [
+            jax.device_put(joined(shares, cut, at, heads, local, filled), chip) for chip, heads in self._chips.items()
+        ]
         return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,22 @@ from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
 
 Array = NDArray[Any]
 
+_ALIGNMENT = 64
 
-def joined(shares: Sequence[KVBlocks], cut: slice, at: int, heads: range, shape: tuple[int, ...]) -> Array:
-    """One chip's part of a batch: some tokens of its heads, zeros around them."""
-    data = np.zeros(shape, shares[0].data.dtype)
+
+def joined(shares: Sequence[KVBlocks], cut: slice, at: int, heads: range, shape: tuple[int, ...], filled: int) -> Array:
+    """One chip's part of a batch: from token `at` on, these tokens of its heads; zeros behind them up to `filled`.
+
+    Everything else may be anything. A share that is just what the chip takes is not copied.
+    """
+    for share in shares:
+        whole = share.data[:, :, heads.start - share.heads.start :][:, :, : len(heads), cut]
+        if heads.start >= share.heads.start and whole.shape == shape and whole.flags.c_contiguous:
+            return whole
+    data = _aligned(shape, shares[0].data.dtype)
     tokens = slice(at, at + cut.stop - cut.start)
+    data[:, :, :, tokens.stop : filled] = 0
+    data[:, :, len(heads) :, :filled] = 0
     for share in shares:
         common = range(max(heads.start, share.heads.start), min(heads.stop, share.heads.stop))
         if common:
@@ -29,6 +41,14 @@ def joined(shares: Sequence[KVBlocks], cut: slice, at: int, heads: range, shape:
             there = slice(common.start - share.heads.start, common.stop - share.heads.start)
             data[:, :, here, tokens] = share.data[:, :, there, cut]
     return data
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array that JAX's CPU devices take without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)

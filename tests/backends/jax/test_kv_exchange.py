@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +18,16 @@ from backends.jax import native
 from backends.jax.attention import LibraryAttention, NativeAttention, PagedAttention, PallasAttention, XlaAttention
 from backends.jax.backend import JaxBackend
 from backends.jax.compilation import default_cache_dir
-from backends.jax.kv_exchange import KVExchange
+from backends.jax.deployment import Deployment
+from backends.jax.kernels import Kernels
+from backends.jax.kv_exchange import BATCH_BYTES, KVExchange
 from backends.jax.kv_layouts import block_layout
+from backends.jax.sharding import create_mesh
+from backends.jax.topology import open_topology
 from engine.config import EngineConfig
 from engine.kv_blocks import KVBlocks, KVLostError, LocalPayload
 from engine.request import SamplingParams
+from tests.backends.jax.configs import LLAMA_8B
 from tests.backends.jax.engine import Answer, Engine
 from tests.backends.models import tiny_llama
 from tests.engine.loopback import DecodeConnector, PrefillEngine
@@ -195,3 +201,21 @@ def test_runs_of_tokens_are_cut_out_of_blocks_and_put_into_others(model: Path) -
     with pytest.raises(KVLostError, match="another model"):
         backend.write_blocks(target, 0, LocalPayload(blocks=[replace(shares[0], format=other)]))
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "chips"), [("pallas", 1), pytest.param("library", 4, marks=pytest.mark.matrix)], ids=str
+)
+def test_programs_for_tpus_keep_the_cache_in_place(kernels: Kernels, chips: int) -> None:
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu: pip install 'jax[tpu]'")
+    config = EngineConfig.from_args({"max_model_len": 8192, "tensor_parallel_size": chips})
+    mesh = create_mesh(open_topology("v5e:2x2")[:chips])
+    deployment = Deployment(config, LLAMA_8B, mesh, kernels=kernels)
+    exchange = KVExchange(deployment)
+    cache = deployment.state_shapes(512).cache
+    cache_bytes = math.prod(cache.shape) * cache.dtype.itemsize // chips
+    for kind in ("read", "write"):
+        memory = exchange.lower(kind, exchange.sizes[-1], cache).compile().memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == (cache_bytes if kind == "write" else 0)
+        assert memory.temp_size_in_bytes < 2 * BATCH_BYTES
