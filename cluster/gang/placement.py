@@ -92,9 +92,17 @@ class _Slice(Reservation):
 
 
 def platform(config: EngineConfig) -> str:
-    """ "tpu" | "cpu" | "mock" | "neuron": what the hosts of a gang have, where the leader has nothing itself."""
+    """ "tpu" | "cpu" | "mock": what the hosts of a gang have, where the leader has nothing itself.
+
+    Raises:
+        BackendError: the options name hosts that nothing can run on yet.
+    """
     if config.backend != "auto":
         return config.backend
+    if config.topology is not None:
+        if isinstance(_named(config.topology), NeuronInstance):
+            raise BackendError(f"topology={config.topology}: the Neuron backend is not available yet")
+        return "tpu"
     return "tpu" if any(node.resources.get("TPU") for node in ray_compat.nodes()) else "cpu"
 
 
@@ -102,7 +110,7 @@ def reserve(config: EngineConfig, kind: str, progress: Progress, timeout_s: floa
     """Reserves a place for all hosts of a gang and waits for it.
 
     Args:
-        kind: see `platform`.
+        kind: as `platform` says, or "neuron".
 
     Raises:
         BackendError: there is none; one line.
@@ -110,21 +118,15 @@ def reserve(config: EngineConfig, kind: str, progress: Progress, timeout_s: floa
     deadline = time.monotonic() + timeout_s
     if kind == "tpu":
         reservation = _reserve_slice(config, _choose_slice(config), progress, timeout_s)
-    elif kind == "neuron":
-        reservation = _reserve_neuron(config)
     else:
-        devices = max(8, 4 * config.tensor_parallel_size // config.num_hosts)
-        # Collectives of simulated devices wait for each other: each needs a thread, however few processors there are.
-        environment = {"NPROC": str(devices)}
-        bundles: list[dict[str, float]] = [{"CPU": WORKER_CPUS}] * config.num_hosts
-        reservation = _Group(ray_compat.placement_group(bundles, strategy="SPREAD"), bundles[0])
+        reservation = _reserve_neuron(config) if kind == "neuron" else _reserve_cpus(config)
     try:
         _wait(reservation, config, progress, deadline)
         nodes = _nodes_of(reservation)
         if kind == "tpu":
             reservation.seats = _slice_seats(nodes)
         else:
-            reservation.seats = _seats(nodes, environment if kind != "neuron" else {})
+            reservation.seats = _seats(nodes, {} if kind == "neuron" else _cpu_environment(config))
     except BaseException:
         reservation.release()
         raise
@@ -255,6 +257,17 @@ def _reserve_neuron(config: EngineConfig) -> Reservation:
     bundles = [dict(resources) for _ in range(config.num_hosts)]
     group = ray_compat.placement_group(bundles, strategy="STRICT_SPREAD", labels=[labels] * config.num_hosts)
     return _Group(group, resources)
+
+
+def _reserve_cpus(config: EngineConfig) -> Reservation:
+    bundles = [{"CPU": WORKER_CPUS} for _ in range(config.num_hosts)]
+    return _Group(ray_compat.placement_group(bundles, strategy="SPREAD"), bundles[0])
+
+
+def _cpu_environment(config: EngineConfig) -> dict[str, str]:
+    """XLA's CPU client has as many threads as it thinks there are processors. Simulated devices wait for each other in
+    collectives and each need some, however few processors there are."""
+    return {"NPROC": str(max(8, 4 * config.tensor_parallel_size // config.num_hosts))}
 
 
 def _seats(nodes: Sequence[ray_compat.Node], environment: Mapping[str, str]) -> tuple[Seat, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.app import build_app
+from cluster.gang.placement import platform
+from engine.backend import BackendError
 from engine.config import ConfigError, EngineConfig
 
 
@@ -25,3 +27,12 @@ def test_impossible_gangs_are_refused(options: dict[str, object], reason: str) -
 def test_gangs_on_tpus_are_built_without_a_tpu_here_and_may_have_any_size() -> None:
     options = {"backend": "tpu", "num_hosts": 4, "tensor_parallel_size": 16, "data_parallel_size": 2}
     assert build_app(options) is not None
+
+
+def test_named_hosts_decide_what_a_gang_runs_on() -> None:
+    sizes = {"num_hosts": 4, "tensor_parallel_size": 16}
+    assert platform(EngineConfig.from_args({**sizes, "topology": "v6e:4x4"})) == "tpu"  # it may have to be started
+    with pytest.raises(BackendError, match=r"trn1.32xlarge: the Neuron backend is not available yet"):
+        platform(EngineConfig.from_args({**sizes, "topology": "trn1.32xlarge"}))
+    with pytest.raises(BackendError, match=r"topology=v9:1x1: no topology 'v9:1x1'"):
+        platform(EngineConfig.from_args({**sizes, "topology": "v9:1x1"}))
