@@ -298,8 +298,8 @@ class EngineConfig(BaseModel):
     )
     sticky_sessions: bool = option(
         False,
-        "Requests with the same `X-Session-ID` header, `prompt_cache_key` or `user` (the first that is there) go to the "
-        "same engine replica, while it has not much more to do than others.",
+        "Requests with the same `X-Session-ID` header, `prompt_cache_key` or `user` (the first that is there) go to "
+        "the same engine replica, while it has not much more to do than others.",
         group=SERVING,
     )
     slo_ttft_ms: float | None = option(

@@ -49,6 +49,7 @@ HEX_LLM_NOTES = {
     "enable_prefix_cache_hbm": "On by default; turn it off with `--no-enable_prefix_cache_hbm`.",
     "enable_chunked_prefill": "On by default; turn it off with `--no-enable_chunked_prefill`.",
     "worker_distributed_method": "`mp` is accepted; workers are Ray actors either way.",
-    "disagg_topo": "Works on any number of hosts, with prefix caching and chunked prefill; pools may differ in options.",
+    "disagg_topo": "Works on any number of hosts, with prefix caching and chunked prefill; pools may differ in "
+    "options.",
     "enable_lora": "Not available yet: refused.",
 }

@@ -59,7 +59,7 @@ class ScriptedClient(LocalEngineClient):
     async def info(self) -> BackendInfo:
         return replace(await super().info(), max_model_len=2048)
 
-    async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: EngineRequest, **_: object) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         if self.refuse:
             raise EngineOverloadedError("too many requests are waiting; try again later", retry_after_s=3)
