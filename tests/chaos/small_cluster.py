@@ -8,10 +8,13 @@ one JSON object as the last line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,21 +88,29 @@ def main() -> None:
     from ray.cluster_utils import Cluster
     from ray.serve.config import HTTPOptions
 
-    from tests.cluster.apps import deployed
+    from cluster import ray_compat
+    from cluster.app import build_app
+    from tests.cluster.apps import START_TIMEOUT_S, eventually
     from tests.conftest import free_port
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
         cluster.wait_for_nodes(60)
         ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
-        with deployed(f"http://127.0.0.1:{port}", "nodes", mock_step_ms=10, data_parallel_size=2) as url:
-            print(json.dumps(asyncio.run(action(cluster, nodes, url))), flush=True)
+        app = build_app({"backend": "mock", "mock_step_ms": 10, "data_parallel_size": 2})
+        ray_compat.deploy(app, name="nodes", route_prefix="/nodes")
+        eventually(lambda: serve.status().applications["nodes"].status == "RUNNING", START_TIMEOUT_S)
+        print(json.dumps(asyncio.run(action(cluster, nodes, f"http://127.0.0.1:{port}/nodes"))), flush=True)
+    except Exception:
+        traceback.print_exc()
     finally:
-        ray.shutdown()
-        cluster.shutdown()
+        for process in psutil.Process().children(recursive=True):  # a cluster that has lost parts takes minutes to end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        os._exit(0)
 
 
 if __name__ == "__main__":

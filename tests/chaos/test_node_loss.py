@@ -32,8 +32,9 @@ def run(action: str, **environment: str) -> dict[str, Any]:
         timeout=PROGRAM_TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    found = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
+    assert found is not None, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(found)
     print(action, {name: value for name, value in result.items() if name != "problems"})
     return result
 
