@@ -42,7 +42,8 @@ class KVArrived:
 class KVComplete:
     """No more KV comes for this request: all has arrived, or the rest never will. The engine computes what is missing.
 
-    With `next_token_id`, the KV of all known tokens has arrived, and the token after them was sampled along.
+    With `next_token_id`, the KV of all known tokens has arrived, and the token after them was sampled along. The engine
+    samples it itself if `logprobs` are missing, or for a request with `export_from`.
     """
 
     request_id: str

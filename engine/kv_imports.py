@@ -162,8 +162,10 @@ class KVImports:
         self._make_ready(found)
         state.num_cached_tokens = max(state.num_cached_tokens, min(event.num_cached_tokens, state.prompt_len))
         token = event.next_token_id
-        lacks_logprobs = state.request.sampling.logprobs is not None and event.logprobs is None
-        if token is None or found.arrived < state.num_tokens or lacks_logprobs:
+        request = state.request
+        lacks_logprobs = request.sampling.logprobs is not None and event.logprobs is None
+        exports = request.export_from is not None  # which happens when a step computes its last token
+        if token is None or found.arrived < state.num_tokens or lacks_logprobs or exports:
             return []
         self._register(found, found.arrived)
         return [self._take_token(state, token, event.logprobs)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backends.mock import MockBackend, mock_tokens
@@ -16,7 +17,7 @@ from engine.core import EngineCore
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.running import Status
 from tests.engine.driver import Driver
-from tests.engine.fake_connector import Behaviour, FakeConnector
+from tests.engine.fake_connector import Behaviour, FakeConnector, mock_kv
 from tests.engine.loopback import DecodeConnector, PrefillEngine
 from tests.engine.test_core import Engine
 
@@ -181,6 +182,17 @@ def test_imports_do_not_overtake_a_request_that_waits_for_blocks() -> None:
     assert driver.states[large].status is Status.WAITING
     assert driver.states[small].status is Status.WAITING
     finish(driver)
+
+
+def test_a_fetched_prompt_is_handed_on() -> None:
+    driver = drive()
+    name = driver.submit(PROMPT, max_tokens=1, export_from=3)
+    driver.step()
+    driver.connector.release_all()
+    finish(driver)
+    exported = driver.connector.exports[name]
+    assert exported.ranges == [(3, 37)]
+    assert np.array_equal(exported.data, mock_kv(PROMPT)[:, :, :, 3:])
 
 
 def test_prompt_logprobs_need_the_whole_prompt_to_be_computed_here() -> None:
