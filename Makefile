@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev ## run the tests (some of them: make test ARGS="tes
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-tp: $(VENV)/.installed-dev ## tensor parallelism: every size, and the main tests again on two simulated devices
-	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py
+	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py tests/backends/jax/test_kv_exchange.py
 	@$(BIN)/python -m pytest --tensor-parallel-size=2 tests/backends/jax/test_batching.py \
 	  tests/backends/jax/test_parity.py tests/e2e/test_demo_server.py
 
