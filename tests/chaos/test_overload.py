@@ -19,7 +19,7 @@ STEP_MS, RUNNING, WAITING, TOKENS = 20, 8, 8, 40
 CAPACITY = RUNNING / (STEP_MS / 1000)
 """Tokens per second."""
 OFFERED_PER_S = 10 * CAPACITY / TOKENS
-MAX_GROWTH_BYTES = 64 << 20
+MAX_GROWTH_BYTES = 128 << 20
 
 
 @dataclass(slots=True)
@@ -79,9 +79,12 @@ def resident() -> dict[psutil.Process, int]:
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(8, id="short"), pytest.param(60, id="long", marks=pytest.mark.matrix)]
+    ("seconds", "goodput"),
+    [pytest.param(8, 0.8, id="short"), pytest.param(60, 0.9, id="long", marks=pytest.mark.matrix)],
 )
-async def test_ten_times_too_many_requests_cost_the_others_nothing(overloaded: str, seconds: int) -> None:
+async def test_ten_times_too_many_requests_cost_the_others_nothing(
+    overloaded: str, seconds: int, goodput: float
+) -> None:
     async with http_client() as client:
         alone = await capacity(client, overloaded, 3)
         before = await asyncio.to_thread(resident)
@@ -93,11 +96,11 @@ async def test_ten_times_too_many_requests_cost_the_others_nothing(overloaded: s
         recovery_s = time.monotonic() - started
     assert set(load.statuses) == {200, 429}
     assert load.without_retry_after == 0
-    assert load.tokens_per_s() >= 0.9 * alone
+    assert load.tokens_per_s() >= goodput * alone
     assert after.keys() == before.keys()  # nobody was restarted
     assert all(after[process] - before[process] < MAX_GROWTH_BYTES for process in after)
     assert recovered.status_code == 200
-    assert recovery_s < 1
+    assert recovery_s < 2
     refused = load.statuses.count(429)
     grown = ", ".join(f"{(after[process] - before[process]) / 2**20:+.1f}" for process in after)
     print(
