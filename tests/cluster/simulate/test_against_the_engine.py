@@ -25,6 +25,7 @@ Step = tuple[tuple[int, ...], ...]
 """Slots, query lengths and KV lengths of a step's rows."""
 
 TIMEOUT_S = 30.0
+MOST_LATE_S = 0.0015
 
 
 class RecordingBackend(MockBackend):
@@ -141,17 +142,18 @@ def test_the_same_steps_as_the_engine_takes(capabilities: Capabilities, seed: in
 
 
 def test_latencies_are_those_of_the_engine_in_real_time() -> None:
-    """Within 10 %; steps are long, and there is a second and a third try, because other processes take time as well."""
+    """Within 10 %; a run counts only if the machine had time for it."""
     config = config_of(mock_step_ms=25, mock_prefill_ms_per_token=0.2, num_blocks=400, max_decode_seqs=24)
     rng = random.Random(1)
     requests = [replace(one, sampling=replace(one.sampling, max_tokens=25)) for one in requests_of(rng, 24)]
     gaps = [rng.expovariate(1 / 0.04) for _ in requests]
     virtual = means(virtual_latencies(config, requests, gaps))
     for _ in range(3):
-        real = means(real_latencies(config, requests, gaps))
-        if virtual == pytest.approx(real, rel=0.1):
+        latencies, lateness_s = real_latencies(config, requests, gaps)
+        if lateness_s < MOST_LATE_S:
+            assert virtual == pytest.approx(means(latencies), rel=0.1)
             return
-    assert virtual == pytest.approx(real, rel=0.1)
+    pytest.skip(f"this machine is too busy: threads wake {1000 * lateness_s:.1f} ms late")
 
 
 class Latencies:
@@ -179,22 +181,26 @@ class Latencies:
         }
 
 
-def real_latencies(config: EngineConfig, requests: list[EngineRequest], gaps: list[float]) -> dict[str, list[float]]:
+def real_latencies(
+    config: EngineConfig, requests: list[EngineRequest], gaps: list[float]
+) -> tuple[dict[str, list[float]], float]:
+    """Latencies, and by how much sleeps were too long on average."""
     latencies = Latencies(time.monotonic, len(requests))
     core = EngineCore(config, MockBackend(config), latencies.emit)
     core.load()
     core.start()
-    due = time.monotonic()
+    due, late_s = time.monotonic(), 0.0
     for request, gap in zip(requests, gaps, strict=True):
         due += gap
         time.sleep(max(0.0, due - time.monotonic()))
+        late_s += time.monotonic() - due
         latencies.came[request.request_id] = time.monotonic()
         core.submit(request)
     try:
         assert latencies.done.wait(TIMEOUT_S)
     finally:
         core.stop()
-    return latencies.result()
+    return latencies.result(), late_s / len(requests)
 
 
 def virtual_latencies(config: EngineConfig, requests: list[EngineRequest], gaps: list[float]) -> dict[str, list[float]]:
