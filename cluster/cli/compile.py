@@ -25,11 +25,15 @@ def compile_command(argv: Sequence[str]) -> int:
     parser = _parser()
     try:
         flags = parser.parse(argv)
-        if flags.topology is None:
+        options = given(flags)
+        name = options.pop("topology", None)
+        if name is None:
             raise FlagError("--topology is missing: name a slice, such as --topology=v5e:2x4")
-        topology = _tpu_slice(flags.topology)
+        topology = _tpu_slice(name)
         threads = _positive("threads", flags.threads)
-        config = EngineConfig.from_args({**given(flags), "backend": "tpu"})
+        config = EngineConfig.from_args({**options, "backend": "tpu"})
+        if config.num_hosts > 1:
+            raise FlagError(f"--num_hosts={config.num_hosts}: several hosts can't load such programs; leave it out")
         if config.compilation_cache_dir is not None:
             raise FlagError("--compilation_cache_dir is the server's option; say here where to with --out")
         return _compile(config, topology, flags.out, threads)
@@ -102,7 +106,6 @@ def _parser() -> FlagParser:
         "sliceserve compile", "Compile a deployment's programs for a TPU slice on this machine; no TPU is needed."
     )
     group = parser.add_argument_group("Compiling")
-    group.add_argument("--topology", metavar="text", help="The slice: v5e:2x4, v6e:2x2, v5p:2x2x1, …")
     group.add_argument(
         "--out",
         metavar="text",
