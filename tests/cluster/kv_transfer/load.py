@@ -109,9 +109,18 @@ class Killer:
 def assert_nothing_left(url: str, before: tuple[float, int]) -> None:
     """All blocks, transfers and objects are as they were."""
 
-    def is_clean() -> bool:
-        names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
-        transfers = ("sliceserve_kv_transfers_open", "sliceserve_kv_transfer_bytes_in_flight")
-        return all(total(url, name) == 0 for name in (*names, *transfers)) and stored_objects()[1] <= before[1]
+    names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+    transfers = ("sliceserve_kv_transfers_open", "sliceserve_kv_transfer_bytes_in_flight")
+    left: dict[str, float] = {}
 
-    eventually(is_clean, 30)
+    def is_clean() -> bool:
+        left.clear()
+        left.update({name: count for name in (*names, *transfers) if (count := total(url, name))})
+        if (objects := stored_objects()[1]) > before[1]:
+            left["objects"] = objects - before[1]
+        return not left
+
+    try:
+        eventually(is_clean, 30)
+    except AssertionError:
+        raise AssertionError(f"left: {left}") from None

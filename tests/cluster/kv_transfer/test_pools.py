@@ -73,6 +73,7 @@ def test_without_a_prefill_replica_decode_serves_alone_and_says_so(url: str) -> 
     eventually(lambda: is_well(url), 60)
 
 
+@pytest.mark.matrix
 def test_random_cancels_and_the_end_of_a_prefill_replica_change_no_answer_and_leave_nothing_behind(url: str) -> None:
     before, transfers = stored_objects(), total(url, "sliceserve_kv_transfers_total", role="decode")
     load = Load(url, expected, seed=3)
