@@ -15,15 +15,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.kv_transfer.metrics import TRANSFER_DEFINITIONS
-from cluster.prefix_store.metrics import STORE_DEFINITIONS
 from cluster.replica_metrics import REPLICA_DEFINITIONS, has
 from engine.metrics import DEFINITIONS, HistogramSnapshot, MetricDefinition, MetricsSnapshot
 
-OWN_METRICS = frozenset(
-    {"compilations_after_warmup", *(item.name for item in TRANSFER_DEFINITIONS + STORE_DEFINITIONS)}
+VLLM_METRICS = frozenset(
+    {
+        *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
+        *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+        *("request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        "iteration_tokens_total",
+    }
 )
-"""Metrics that vLLM does not have."""
+"""Metrics that vLLM has, under the same names and with the same meanings."""
 
 LABELS = ("model_name", "application", "replica", "role")
 
@@ -68,8 +73,7 @@ def render(engines: Sequence[EngineReport], ingresses: Sequence[IngressReport]) 
 
 
 def exported_name(definition: MetricDefinition) -> str:
-    prefix = "sliceserve_" if definition.name in OWN_METRICS else "vllm:"
-    return prefix + definition.name
+    return ("vllm:" if definition.name in VLLM_METRICS else "sliceserve_") + definition.name
 
 
 def cumulative(definition: MetricDefinition, histogram: HistogramSnapshot) -> list[tuple[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics_text import EngineReport, IngressReport, ReplicaLabels, render
+from cluster.metrics_text import VLLM_METRICS, EngineReport, IngressReport, ReplicaLabels, render
 from engine.metrics import DEFINITIONS, EngineMetrics
 
 
@@ -52,6 +52,13 @@ def test_everything_that_the_engine_defines_is_exported() -> None:
     families = text_string_to_metric_families(render([engine("a", tokens=1, ttfts=[])], []).decode())
     names = {family.name.removeprefix("vllm:").removeprefix("sliceserve_") for family in families}
     assert {definition.name for definition in DEFINITIONS} <= names
+
+
+def test_only_what_vllm_has_is_exported_under_its_name() -> None:
+    families = text_string_to_metric_families(render([engine("a", tokens=1, ttfts=[])], []).decode())
+    names = {family.name for family in families}
+    assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == VLLM_METRICS
+    assert {"sliceserve_num_tokens_waiting", "sliceserve_kv_imported_tokens", "sliceserve_tokens_in_slo"} <= names
 
 
 def test_ingresses_report_responses_by_route_and_code() -> None:
