@@ -15,7 +15,8 @@ from ray import serve
 from backends import check_model
 from cluster.app import build_app
 from engine.backend import BackendError
-from engine.config import ConfigError, EngineConfig, Environment
+from engine.config import ConfigError, EngineConfig
+from engine.environment import Environment
 from engine.text.files import check_text_files
 
 logger = logging.getLogger("ray.serve")  # `serve run` shows it

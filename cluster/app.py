@@ -57,13 +57,12 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
     requests = config.max_decode_seqs + config.max_queued_requests
     # An access log's line per request and hop costs more than the hop; the metrics count requests.
     logging_config = {"enable_access_log": False, "log_level": log_level}
-    pools = Pools.of(config)
     prefill = None
-    if pools.prefill:
+    if Pools.of(config).prefill:
         own = prefill_config(config)
-        pool = _engine(Role.PREFILL, own, pools, logging_config, calls=CALLS_PER_PROMPT)
+        pool = _engine(Role.PREFILL, own, logging_config, calls=CALLS_PER_PROMPT)
         prefill = pool(PrefillServer).bind(own, log_level)
-    pool = _engine(Role.DECODE if prefill else Role.UNIFIED, config, pools, logging_config)
+    pool = _engine(Role.DECODE if prefill else Role.UNIFIED, config, logging_config)
     engine = pool(EngineServer).bind(config, log_level, prefill)
     ingress = serve.deployment(
         name="Ingress",
@@ -82,16 +81,17 @@ def build_app(options: EngineConfig | Mapping[str, Any], *, log_level: str = "IN
 
 
 def _engine(
-    role: Role, config: EngineConfig, pools: Pools, logging_config: dict[str, Any], *, calls: int = 1
+    role: Role, config: EngineConfig, logging_config: dict[str, Any], *, calls: int = 1
 ) -> Callable[[type], serve.Deployment]:
     """A deployment of engine replicas; `calls` is how many a request makes at a time."""
     requests = calls * (config.max_decode_seqs + config.max_queued_requests)
+    pools = Pools.of(config)
     started = pools.prefill if role is Role.PREFILL else pools.decode
     scaling = serve_options(config, role, started)
     return serve.deployment(
         name="Prefill" if role is Role.PREFILL else "Engine",
         **({"num_replicas": started} if scaling is None else {"autoscaling_config": scaling}),
-        ray_actor_options={"num_cpus": ENGINE_CPUS, "resources": _accelerators(config, pools)},
+        ray_actor_options={"num_cpus": ENGINE_CPUS, "resources": _accelerators(config)},
         # The engine's own bounded queue decides who is refused; Serve's limits lie beyond it.
         max_ongoing_requests=requests + SPARE_CALLS,
         max_queued_requests=requests,
@@ -105,11 +105,11 @@ def _engine(
     )
 
 
-def _accelerators(config: EngineConfig, pools: Pools) -> dict[str, float]:
+def _accelerators(config: EngineConfig) -> dict[str, float]:
     """What an engine replica reserves. Ray shows a process the TPU chips that it reserved and no others, so several
     replicas can share a host's; a single one takes the host as it is, which also works where Ray found no chips. With
     several hosts it has no accelerator itself: it reserves a slice when it starts (cluster.gang)."""
-    replicas = max(pools.replicas, config.max_replicas or 1)
+    replicas = Pools.largest(config).replicas
     if config.backend != "tpu" or replicas == 1 or config.num_hosts > 1:
         return {}
     if config.tensor_parallel_size not in TPU_CHIPS:

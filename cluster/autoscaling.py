@@ -203,12 +203,14 @@ class ServePolicy:
 
 def scaling_options(config: EngineConfig, role: Role) -> ScalingOptions | None:
     """What a pool's options say; None where the number of its replicas is fixed."""
-    if config.max_replicas is None:
+    prefix = "prefill_" if role is Role.PREFILL else ""
+    fewest, most = getattr(config, f"{prefix}min_replicas"), getattr(config, f"{prefix}max_replicas")
+    if most is None:
         return None
     return ScalingOptions(
         role=role,
-        min_replicas=1 if config.min_replicas is None else config.min_replicas,
-        max_replicas=config.max_replicas,
+        min_replicas=1 if fewest is None else fewest,
+        max_replicas=most,
         downscale_delay_s=config.downscale_delay_s,
     )
 

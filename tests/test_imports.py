@@ -13,7 +13,7 @@ import engine
 
 ROOT = Path(__file__).parent.parent
 RAY_COMPAT = ROOT / "cluster" / "ray_compat.py"
-READS_ENVIRONMENT = ROOT / "engine" / "config.py"
+READS_ENVIRONMENT = ROOT / "engine" / "environment.py"
 PREPARES_RAY = ROOT / "cluster" / "ray_environment.py"  # Ray takes some settings only from the environment
 PREPARES_LIBTPU = ROOT / "backends" / "jax" / "topology.py"  # and so does libtpu
 

@@ -35,6 +35,7 @@ from backends.jax.step import DeviceState, StepProgram, StepShape
 from backends.jax.storage import choose_storage
 from engine.backend import BackendError, Capabilities
 from engine.config import EngineConfig
+from engine.pools import Pools
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Deployment:
         Raises:
             BackendError: what the options ask for does not fit.
         """
-        sharing = self.chips * self.config.data_parallel_size  # simulated devices of one host's memory
+        sharing = self.chips * Pools.largest(self.config).replicas  # simulated devices of one host's memory
         return plan_kv_cache(
             self.config,
             weight_bytes=self.weight_bytes_per_device,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine.backend import BackendError, HostPlace
 from engine.config import EngineConfig
 from engine.errors import first_line
+from engine.pools import Pools
 
 if TYPE_CHECKING:
     import jax
@@ -118,8 +119,8 @@ def choose_platform(config: EngineConfig, tpu: AttachedTpu | None, *, libtpu: bo
     if not libtpu:
         instead = "" if config.backend == "tpu" else ", or use backend=cpu"
         raise BackendError(f"this machine has a TPU ({tpu}), but libtpu is not installed: {INSTALL_LIBTPU}{instead}")
-    if config.backend == "auto" and config.data_parallel_size > 1:
-        raise BackendError("data_parallel_size on a TPU needs backend=tpu, so that each replica reserves its own chips")
+    if config.backend == "auto" and Pools.largest(config).replicas > 1:
+        raise BackendError("more than one replica on a TPU needs backend=tpu, so that each reserves its own chips")
     return "tpu"
 
 

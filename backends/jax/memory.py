@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.backend import BackendError
 from engine.config import GIB, EngineConfig
+from engine.pools import Pools
 
 CPU_SHARE_OF_FREE_RAM = 0.5
 CPU_DEFAULT_KV_BYTES = 2 * GIB
@@ -127,4 +128,4 @@ def cpu_memory_bytes(config: EngineConfig) -> int:
     free RAM, which the other engine replicas of this machine take a part of, too."""
     if config.device_memory_gib is not None:
         return int(config.device_memory_gib * GIB)
-    return int(free_ram_bytes() * CPU_SHARE_OF_FREE_RAM) // config.data_parallel_size
+    return int(free_ram_bytes() * CPU_SHARE_OF_FREE_RAM) // Pools.largest(config).replicas

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from backends import check_hardware
 from cluster.cli.flags import FlagError, FlagParser, add_config_flags, given
 from engine.backend import BackendError
-from engine.config import ConfigError, EngineConfig, Environment
+from engine.config import ConfigError, EngineConfig
+from engine.environment import Environment
 
 DEFAULT_PORT = 7080
 """Hex-LLM's."""

@@ -216,7 +216,7 @@ def test_the_application_s_pools_scale_each_by_its_own_signals() -> None:
     [
         ({"min_replicas": 2}, "min_replicas=2 needs max_replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 is more than max_replicas=2"),
-        ({"prefill_max_replicas": 2}, "prefill_max_replicas is about prefill pools"),
+        ({"prefill_max_replicas": 2}, "prefill_max_replicas=2 needs disagg_topo"),
     ],
 )
 def test_replicas_that_can_t_be_are_refused(options: dict[str, object], words: str) -> None:

@@ -13,7 +13,7 @@ import serve_app
 from cluster.app import build_app
 from cluster.cli.serve_flags import serve
 from cluster.logs import PACKAGES, SERVE_LOGGER, configure_logging
-from engine.config import Environment
+from engine.environment import Environment
 
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 VARIABLES = [

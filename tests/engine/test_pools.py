@@ -32,8 +32,8 @@ def test_prefill_replicas_have_the_options_of_decode_replicas_but_for_those_that
     )
     own = prefill_config(options)
     assert (own.block_size, own.max_decode_seqs, own.num_blocks, own.max_model_len) == (16, 4, 50, 1024)
-    assert own.disagg_topo is None
-    assert Pools.of(own).decode == 2
+    assert own.exchanges_kv
+    assert Pools.of(own) == Pools(prefill=2, decode=3)
     assert (options.block_size, options.max_decode_seqs) == (32, 256)
 
 

@@ -17,7 +17,7 @@ from engine.config import ConfigError, EngineConfig
     [
         ({"kv_store": "disk"}, "kv_store"),
         ({"kv_store": "object_store", "enable_prefix_cache_hbm": "false"}, "needs enable_prefix_cache_hbm=true"),
-        ({"kv_store_gib": "4"}, "set kv_store or leave it out"),
+        ({"kv_store_gib": "4"}, "set kv_store, or leave kv_store_gib out"),
         ({"kv_store": "object_store", "kv_store_gib": "0"}, "kv_store_gib"),
     ],
 )
