@@ -15,9 +15,9 @@ a block after it is complete. So a stale row can't touch a block that anybody el
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from engine.news import CacheJournal, EngineLoad
 from engine.request import RequestOutput
 from engine.running import RequestState, Status
 from engine.slot_table import NO_ROWS, DecodeRows, SlotTable
+from engine.waiting_room import WaitingRoom
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,6 @@ class Scheduler:
         max_blocks = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         self._table = SlotTable(num_slots=limits.running, max_blocks=max_blocks, block_size=info.block_size)
         self._builder = BatchBuilder(self._table, block_size=info.block_size)
-        self._waiting: OrderedDict[str, RequestState] = OrderedDict()
         self._running: dict[str, RequestState] = {}  # in the order of admission
         self._prefilling: dict[str, RequestState] = {}  # in the order of admission
         self._decode = NO_ROWS
@@ -101,6 +101,7 @@ class Scheduler:
             metrics=metrics,
             take_token=self._collector.take_token,
         )
+        self._room = WaitingRoom(self._pool, self._imports, limits, metrics, clock, block_size=info.block_size)
         self._exchanges_kv = exchange is not None
         self._forward = FastForward(self._table, self._pool, metrics, caching=limits.caching)
 
@@ -110,11 +111,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._room.num_waiting
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or len(self._imports))
+        return bool(self._running or self._room.num_waiting or self._room.num_importing)
 
     @property
     def awaits_kv(self) -> bool:
@@ -130,8 +131,8 @@ class Scheduler:
         remaining = sum([self._remaining(state) for state in self._prefilling.values()])
         return EngineLoad(
             running=len(self._running),
-            waiting=len(self._waiting) + len(self._imports),
-            queued_tokens=remaining + sum([state.num_tokens for state in self._waiting.values()]),
+            waiting=self._room.num_waiting + self._room.num_importing,
+            queued_tokens=remaining + self._room.waiting_tokens,
             free_blocks=self._pool.num_free,
         )
 
@@ -160,7 +161,8 @@ class Scheduler:
         Args:
             in_flight: the steps that are not collected yet.
         """
-        if self._exchanges_kv or self._waiting or self._prefilling or self._decode_changed or not self._decode.requests:
+        waits = self._exchanges_kv or self._room.num_waiting or self._prefilling
+        if waits or self._decode_changed or not self._decode.requests:
             return 0
         if any(step.chunks or step.rows != self._decode.requests for step in in_flight):
             return 0
@@ -183,30 +185,22 @@ class Scheduler:
     # -- requests come and go
 
     def add(self, state: RequestState) -> None:
-        self._waiting[state.request_id] = state
-        self._imports.consider(state)
+        self._room.add(state)
 
     def finish(self, state: RequestState) -> None:
         """Forgets a request, whatever it is doing, and frees everything it has. Its rows in flight are ignored."""
-        if state.status is Status.WAITING:
-            del self._waiting[state.request_id]
-            self._imports.forget(state)
-        else:
-            self._vacate(state)
+        self._vacate(state)
         state.status = Status.FINISHED
 
     def _preempt(self, state: RequestState) -> None:
         """Takes everything from a request; it is computed again later, before anybody who waits."""
         self._vacate(state)
-        state.status = Status.WAITING
-        self._waiting[state.request_id] = state
-        self._waiting.move_to_end(state.request_id, last=False)
-        self._imports.consider(state, first=True)
+        self._room.add(state, first=True)
         self._metrics.num_preemptions += 1
 
     def _vacate(self, state: RequestState) -> None:
-        if state.status is Status.IMPORTING:
-            self._imports.drop(state)
+        if state.slot < 0:
+            self._room.leave(state)
             return
         del self._running[state.request_id]
         self._prefilling.pop(state.request_id, None)
@@ -221,7 +215,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when no request has anything to compute that is not already in flight."""
-        self._begin_imports()
+        self._room.begin_imports(len(self._running), self._last_collected)
         if self._limits.mixed:
             decode = self._plan_decode()
             chunks = self._plan_prefill(len(decode.requests))
@@ -294,11 +288,13 @@ class Scheduler:
                 return chunks
             chunks.append(self._chunk(state, budget))
             budget -= chunks[-1].num_tokens
-        while len(chunks) < self._limits.prefill_rows:
-            admitted = self._place_imported(budget) or self._admit(budget)
+        while len(chunks) < self._limits.prefill_rows and self._free_slots:
+            fits = partial(self._fits, budget=budget)
+            admitted = self._room.let_in(fits, len(self._running), self._last_collected)
             if admitted is None:
                 break
-            chunks.append(self._chunk(admitted, budget))
+            self._place(*admitted)
+            chunks.append(self._chunk(admitted[0], budget))
             budget -= chunks[-1].num_tokens
         return chunks
 
@@ -332,78 +328,6 @@ class Scheduler:
             self._joining.append(state)
             self._decode_changed = True
 
-    # -- admission
-
-    def _admit(self, budget: int) -> RequestState | None:
-        """Gives the request that waits longest a slot and blocks for all its known tokens, if there are enough."""
-        if not self._waiting or not self._free_slots:
-            return None
-        state = next(iter(self._waiting.values()))
-        if state.last_step > self._last_collected:
-            return None  # its last token before the preemption is still in flight
-        cached = self._find_prefix(state)
-        num_cached_tokens = len(cached) * self._block_size
-        if not self._has_room(cached, state.num_tokens):
-            return None
-        if not self._fits(state.num_tokens - num_cached_tokens, budget):
-            return None
-        self._stop_waiting(state, cached, state.num_tokens)
-        self._place(state, num_cached_tokens)
-        return state
-
-    def _begin_imports(self) -> None:
-        """Has KV fetched for requests that wait, in their order, as far as there are blocks for it."""
-        while len(self._imports) < self._limits.running:
-            state = self._imports.next_unasked
-            if state is None or state.last_step > self._last_collected:
-                return
-            front = next(iter(self._waiting.values()))
-            if front is not state and not self._has_room(self._find_prefix(front), front.num_tokens):
-                return  # who waits for blocks gets them first
-            cached = self._find_prefix(state)
-            num_tokens = min(state.num_tokens + 1, state.last_kv_len)  # the next token may come along
-            if not self._has_room(cached, num_tokens):
-                return
-            if self._imports.begin(state, len(cached) * self._block_size):
-                self._stop_waiting(state, cached, num_tokens)
-                state.status = Status.IMPORTING
-
-    def _place_imported(self, budget: int) -> RequestState | None:
-        """Gives the first request whose KV has come a slot, if there is one; it comes before all that wait."""
-        found = self._imports.next_ready
-        if found is None or not self._free_slots:
-            return None
-        state, num_computed_tokens = found
-        if not self._fits(state.num_tokens - num_computed_tokens, budget):
-            return None
-        self._imports.placed(state)
-        self._place(state, num_computed_tokens)
-        return state
-
-    def _has_room(self, cached: list[int], num_tokens: int) -> bool:
-        """Whether there are blocks for so many tokens, of which those of `cached` are in the cache."""
-        new_blocks = -(-num_tokens // self._block_size) - len(cached)
-        # One more block for everybody, so that the next steps don't preempt it again.
-        headroom = len(self._running) + len(self._imports)
-        return self._pool.num_free_without(cached) >= new_blocks + headroom
-
-    def _stop_waiting(self, state: RequestState, cached: list[int], num_tokens: int) -> None:
-        """Gives a waiting request blocks for so many tokens."""
-        del self._waiting[state.request_id]
-        self._imports.forget(state)
-        self._pool.share(cached)
-        new_blocks = -(-num_tokens // self._block_size) - len(cached)
-        state.block_ids = cached + self._pool.allocate(new_blocks)
-        state.num_registered_blocks = len(cached)
-        if not state.admission_time:
-            self._record_first_admission(state, len(cached) * self._block_size)
-
-    def _find_prefix(self, state: RequestState) -> list[int]:
-        """Registered blocks of the request's prefix; at least one token is left to compute, for its logits."""
-        if not self._limits.caching or state.prompt_logprobs is not None:
-            return []
-        return self._pool.find(state.block_hashes((state.num_tokens - 1) // self._block_size, self._block_size))
-
     def _place(self, state: RequestState, num_computed_tokens: int) -> None:
         self._running[state.request_id] = state
         self._prefilling[state.request_id] = state
@@ -412,11 +336,3 @@ class Scheduler:
         slot_state = self._table.assign(state, num_computed_tokens)
         if slot_state is not None:
             self._new_slot_states.append(slot_state)
-
-    def _record_first_admission(self, state: RequestState, num_cached_tokens: int) -> None:
-        state.admission_time = self._clock()
-        state.num_cached_tokens = min(num_cached_tokens, state.prompt_len // self._block_size * self._block_size)
-        if self._limits.caching and state.prompt_logprobs is None:
-            self._metrics.prefix_cache_queries += state.num_tokens
-            self._metrics.prefix_cache_hits += num_cached_tokens
-        self._metrics.request_queue_time_seconds.observe(state.admission_time - state.arrival_time)
