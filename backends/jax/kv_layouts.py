@@ -108,7 +108,7 @@ class XlaLayout(BlockwiseLayout):
 
 
 class NativeLayout(BlockLayout):
-    """In tiles, which C++ puts in order (native/kv_exchange.h): XLA's transpositions take five times as long."""
+    """In tiles of the native kernel, which C++ puts in order, too (native/kv_exchange.h)."""
 
     def read(self, cache: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
         return self._bits(native.read_blocks(cache, ids, count.reshape(1), self.attention.head_dim))
