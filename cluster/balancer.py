@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cluster.routing.fleet import ASSUMED_S, MAX_ASSUMED_BLOCKS, Fleet
 from cluster.routing.policies import RoutingPolicy, create_policy
@@ -45,19 +46,27 @@ class Balancer:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, config: EngineConfig, *, hears_news: bool = True) -> Balancer:
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        hears_news: bool = True,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Balancer:
         """As the options of the replicas say.
 
         Args:
             hears_news: whether somebody passes engines' news on to this balancer. If not, it takes a prompt that it
                 sent somewhere for cached there until as many others followed it as a cache holds, or for long.
         """
-        policy = create_policy(config.routing_policy, random.Random(), sticky_sessions=config.sticky_sessions)
+        policy = create_policy(config.routing_policy, rng or random.Random(), sticky_sessions=config.sticky_sessions)
         fleet = Fleet(
             block_size=config.block_size,
             prefixes=policy.reads_prefixes and config.enable_prefix_cache_hbm,
             assumed_s=ASSUMED_S if hears_news else UNHEARD_ASSUMED_S,
             max_assumed_blocks=config.num_blocks or MAX_ASSUMED_BLOCKS,
+            clock=clock,
         )
         return cls(policy, fleet)
 
@@ -65,6 +74,11 @@ class Balancer:
     def replicas(self) -> frozenset[str]:
         """Those that there were at the last choice."""
         return self._names
+
+    @property
+    def knows_caches(self) -> bool:
+        """Whether it makes a difference to it what replicas have cached."""
+        return self._fleet.prefixes
 
     # -- requests
 

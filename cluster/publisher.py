@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cluster import news
 from cluster.frames import Row
-from cluster.routing.chain import SHORT_HASH_BYTES
+from cluster.routing.chain import shortened
 from engine.news import EngineLoad, EngineNews
 
 REPEAT_S = 1.0
@@ -53,8 +53,7 @@ class Publisher:
         return rows
 
     def _changes(self, changes: dict[bytes, bool]) -> Row:
-        added = [known_as[:SHORT_HASH_BYTES] for known_as, here in changes.items() if here]
-        removed = [known_as[:SHORT_HASH_BYTES] for known_as, here in changes.items() if not here]
+        added, removed = shortened(changes)
         self._cached.update(added)
         self._cached.difference_update(removed)
         return news.changes_row(added, removed)

@@ -1,6 +1,8 @@
-"""PrefixChain: the block hashes of a request's prompt, computed as far as somebody asks."""
+"""Short block hashes: those of a request's prompt, computed as far as somebody asks, and those of an engine's cache."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -9,6 +11,13 @@ from engine.request import EngineRequest
 
 SHORT_HASH_BYTES = 8
 """How much of a block's hash routers keep and engines send: a mistake costs a prefill, and is a matter of 2**64."""
+
+
+def shortened(changes: Mapping[bytes, bool]) -> tuple[list[bytes], list[bytes]]:
+    """Short hashes of what an engine's cache has gained, and of what it has lost (EngineNews.cache)."""
+    added = [known_as[:SHORT_HASH_BYTES] for known_as, is_here in changes.items() if is_here]
+    removed = [known_as[:SHORT_HASH_BYTES] for known_as, is_here in changes.items() if not is_here]
+    return added, removed
 
 
 class PrefixChain:

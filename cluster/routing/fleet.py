@@ -55,7 +55,7 @@ class Fleet:
             max_assumed_blocks: where engines send no news, the blocks that a replica has.
         """
         self._block_size = block_size
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self._assumed_s = assumed_s
         self._clock = clock
         self._index = PrefixIndex(max_assumed_blocks)
@@ -65,7 +65,7 @@ class Fleet:
 
     def ask(self, request: EngineRequest, session: str = "") -> Question:
         """The question where a request should go, for a policy to answer."""
-        chain = PrefixChain(request, self._block_size) if self._prefixes else None
+        chain = PrefixChain(request, self._block_size) if self.prefixes else None
         return Question(
             request=request,
             num_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
@@ -119,12 +119,12 @@ class Fleet:
         view = self._view(replica)
         self._index.leave(view.bit)
         view.bit = self._index.join()
-        if self._prefixes:
+        if self.prefixes:
             self._index.add(view.bit, hashes)
 
     def cache_changed(self, replica: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Short hashes of blocks that a replica has from now on, and of others that it no longer has."""
-        if self._prefixes:
+        if self.prefixes:
             view = self._view(replica)
             self._index.add(view.bit, added)
             self._index.discard(view.bit, removed)

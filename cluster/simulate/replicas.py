@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
+from cluster.balancer import Route
 from cluster.simulate.engine import SimulatedEngine
 from cluster.simulate.models import EngineModel
-from cluster.simulate.routing import Route, Routers
+from cluster.simulate.routing import Routers
 from cluster.simulate.timeline import Timeline
 from engine.core import QueueFullError
 from engine.kv_connector import KVConnector
@@ -138,7 +139,7 @@ class Pool:
         try:
             self._ready[route.replica].engine.submit(request)
         except QueueFullError:
-            route.ended()
+            route.balancer.end(route)
             self._listener.refused(open_.name)
             return
         open_.route = route
@@ -153,11 +154,11 @@ class Pool:
             assert route is not None
             if not open_.has_begun:
                 open_.has_begun = has_news = True
-                route.prefilled()
+                route.balancer.prefilled(route)
             if output.finish_reason is not None:
                 has_news = True
                 del self._open[output.request_id]
-                route.ended()
+                route.balancer.end(route)
             self._listener.yielded(
                 replica, output if output.request_id == open_.name else replace(output, request_id=open_.name)
             )
@@ -192,7 +193,7 @@ class Pool:
         for request in requests:
             open_ = self._open.pop(request.request_id)
             if open_.route is not None:
-                open_.route.ended()
+                open_.route.balancer.end(open_.route)
             if not self._resumes:
                 self._listener.refused(open_.name)
                 continue
@@ -242,4 +243,3 @@ class Pool:
         replica.phase = Phase.GONE
         replica.gone_at = self._timeline.now
         self._ready.pop(replica.name, None)
-        self._routers.keep(self._ready)

@@ -110,11 +110,8 @@ class _Cluster:
     ) -> Pool:
         scenario, timeline = self._scenario, self._timeline
         routers = Routers(
-            self._policy,
+            config.model_copy(update={"routing_policy": self._policy}),
             count=config.num_ingress_replicas if role is not Role.PREFILL else 1,
-            block_size=model.info.block_size,
-            sticky_sessions=config.sticky_sessions,
-            caching=model.limits.caching,
             hears_news=role is not Role.PREFILL,
             rng=random.Random(f"routing {role} {scenario.seed}"),
             clock=timeline,
