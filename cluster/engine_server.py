@@ -17,10 +17,10 @@ from ray.serve.handle import DeploymentHandle
 from cluster.admissions import NEVER_CAME, Admissions
 from cluster.connectors import create_connector
 from cluster.engine_replica import EngineReplica
-from cluster.mailbox import MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Outbox
 from cluster.roles import Role
+from cluster.sockets import LineAddress
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -64,7 +64,7 @@ class EngineServer(EngineReplica):
 
     # -- called by ingresses, through Serve
 
-    async def open_line(self, address: MailboxAddress) -> None:
+    async def open_line(self, address: LineAddress) -> None:
         """Opens the line to an ingress, before the first request from there needs it."""
         with contextlib.suppress(OSError, TimeoutError):  # the first request would hear of it
             await self._outbox.connect(address)
@@ -90,7 +90,7 @@ class EngineServer(EngineReplica):
         return await self._admissions.hold(admission)
 
 
-def _unreachable(address: MailboxAddress, error: Exception) -> Refusal:
+def _unreachable(address: LineAddress, error: Exception) -> Refusal:
     reason = str(error) or "timeout"
     message = f"the engine can't reach the ingress at {address.host} port {address.port}: {reason}"
     return Refusal(kind=RefusalKind.UNAVAILABLE, message=message)

@@ -12,16 +12,14 @@ only, so that a stranger can inject nothing.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import secrets
 import socket
-from dataclasses import dataclass
 from typing import cast
 
 from cluster import frames
 from cluster.news import NEWS, NewsReader, read_row
 from cluster.request_codec import pack_request
+from cluster.sockets import LineAddress, prepare
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
 
@@ -29,15 +27,6 @@ logger = logging.getLogger(__name__)
 
 SECRET_TIMEOUT_S = 5.0
 """How long a connection to a mailbox may be open without having shown the secret."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MailboxAddress:
-    """Where an ingress takes tokens. Travels with every Serve call."""
-
-    host: str
-    port: int
-    secret: str
 
 
 class Inbox:
@@ -83,20 +72,18 @@ class Mailbox:
     def __init__(self, news: NewsReader | None = None) -> None:
         """`news` hears what engines tell about themselves."""
         self._news = news
-        self._secret = secrets.token_hex(16)
         self._inboxes: dict[int, Inbox] = {}
         self._next_stream = 0
         self._server: asyncio.Server | None = None
         self._lines: set[Line] = set()
-        self.address: MailboxAddress | None = None
+        self.address: LineAddress | None = None
 
-    async def start(self, host: str) -> MailboxAddress:
+    async def start(self, host: str) -> LineAddress:
         """Listens on a free port of `host`."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Line(self._secret.encode(), self), host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = MailboxAddress(host=host, port=port, secret=self._secret)
-        return self.address
+        listener = socket.create_server((host, 0))
+        address = self.address = LineAddress.new(host, listener.getsockname()[1])
+        self._server = await asyncio.get_running_loop().create_server(lambda: Line(address, self), sock=listener)
+        return address
 
     def open(self, request_id: str) -> tuple[int, Inbox]:
         """Makes the inbox of a request; its stream number goes with the request."""
@@ -149,9 +136,9 @@ class Mailbox:
 class Line(asyncio.Protocol):
     """A connection to a mailbox. Until it has shown the secret it may hold a few bytes, for a few seconds."""
 
-    def __init__(self, secret: bytes, mailbox: Mailbox) -> None:
+    def __init__(self, address: LineAddress, mailbox: Mailbox) -> None:
         self.replica = ""  # the engine's, once it has shown the secret
-        self._secret = secret
+        self._address = address
         self._mailbox = mailbox
         self._watchers: set[Inbox] = set()
         self._shown = b""
@@ -196,7 +183,7 @@ class Line(asyncio.Protocol):
         self._deadline = asyncio.get_running_loop().call_later(SECRET_TIMEOUT_S, self.close)
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(sock)
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -232,11 +219,11 @@ class Line(asyncio.Protocol):
 
     def _check(self, data: bytes) -> bytes:
         """Takes the secret off the beginning and returns what is behind it. Compares it whole: no guessing by byte."""
-        missing = len(self._secret) - len(self._shown)
+        missing = len(self._address.secret) - len(self._shown)
         self._shown += data[:missing]
-        if len(self._shown) < len(self._secret):
+        if len(self._shown) < len(self._address.secret):
             return b""
-        if not hmac.compare_digest(self._shown, self._secret):
+        if not self._address.is_secret(self._shown):
             self.close()
             return b""
         self._trusted = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.client import EngineOverloadedError, EngineUnavailableError
-from cluster.mailbox import MailboxAddress
+from cluster.sockets import LineAddress
 from engine.validation import InvalidRequestError
 
 
@@ -23,7 +23,7 @@ class Ticket(Destination):
 
     request_id: str
     stream: int  # the number under which the ingress knows the request
-    address: MailboxAddress  # where the ingress takes tokens
+    address: LineAddress  # where the ingress takes tokens
 
 
 class RefusalKind(StrEnum):

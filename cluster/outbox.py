@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, cast
 
 from cluster import frames
-from cluster.mailbox import MailboxAddress
 from cluster.request_codec import unpack_request
+from cluster.sockets import LineAddress, prepare
 from engine.errors import first_line
 from engine.request import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-UNACKNOWLEDGED_MS = 20_000
-"""How long an ingress' machine may acknowledge nothing before the line counts as broken (TCP_USER_TIMEOUT)."""
 
 
 class Reader(Protocol):
@@ -61,9 +58,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+            prepare(sock)
 
     def introduce(self, secret: str, replica: str) -> None:
         self._write(secret.encode() + frames.encode([(replica,)]))
@@ -139,9 +134,9 @@ class Outbox:
         """`replica` is what the ingresses know this engine server by."""
         self._replica = replica
         self._reader = reader
-        self._connections: dict[MailboxAddress, asyncio.Task[Connection]] = {}
+        self._connections: dict[LineAddress, asyncio.Task[Connection]] = {}
 
-    async def connect(self, address: MailboxAddress) -> Connection:
+    async def connect(self, address: LineAddress) -> Connection:
         """The connection to an ingress, made at the first call.
 
         Raises:
@@ -153,7 +148,7 @@ class Outbox:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may fail when nobody waits
         return await asyncio.shield(task)  # others may wait for it, too
 
-    async def _open(self, address: MailboxAddress) -> Connection:
+    async def _open(self, address: LineAddress) -> Connection:
         loop = asyncio.get_running_loop()
         connection = Connection(self._reader, lambda: self._connections.pop(address, None))
         try:

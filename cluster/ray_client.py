@@ -21,9 +21,10 @@ from cluster.balancer import Balancer, Route
 from cluster.client import EngineUnavailableError, Health
 from cluster.continuation import Continuation, ResumptionCounts
 from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, Exchange, InterruptedExchangeError
-from cluster.mailbox import Mailbox, MailboxAddress
+from cluster.mailbox import Mailbox
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.metrics_text import render
+from cluster.sockets import LineAddress
 from cluster.suspects import Suspects
 from cluster.waker import Waker
 from engine.backend import BackendInfo
@@ -238,7 +239,7 @@ class RayEngineClient:
                 logger.warning("engines can't be asked for lines now: %s", first_line(error))
             await asyncio.sleep(LINES_INTERVAL_S)
 
-    async def _listen(self) -> MailboxAddress:
+    async def _listen(self) -> LineAddress:
         async with self._mailbox_lock:
             return self._mailbox.address or await self._mailbox.start(ray_compat.node_ip())
 

@@ -13,7 +13,8 @@ from typing import Any
 from cluster.gang import codec, wire
 from cluster.gang.kv import GangBlocks, check_payload
 from cluster.gang.lines import Call, Lines
-from cluster.gang.wire import GangAddress, Kind, Message
+from cluster.gang.wire import Kind, Message
+from cluster.sockets import LineAddress
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
@@ -22,7 +23,7 @@ from engine.kv_blocks import KVBlocks, KVFormat, KVPayload, PendingBlocks
 CONNECT_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 7200.0
 """A large model may come from a hub first. A host that hangs meanwhile is noticed by its silence, not by this."""
-SILENCE_S = 10.0
+SHORTEST_SILENCE_S, SILENCE_S = 3.0, 10.0
 LOADING_SILENCE_S = 60.0
 """How long a host may not be heard: they send a beat each second, which compiling a large program can hold up."""
 CLOSE_TIMEOUT_S = 5.0
@@ -37,7 +38,7 @@ class Launcher(ABC):
     """This process' address as the hosts reach it."""
 
     @abstractmethod
-    def start(self, address: GangAddress, progress: Progress) -> None:
+    def start(self, address: LineAddress, progress: Progress) -> None:
         """Starts one process for each host, each of which connects to `address` as `cluster.gang.host.Host`.
 
         Raises:
@@ -143,7 +144,7 @@ class GangBackend(Backend):
 
     @property
     def _silence_s(self) -> float:
-        return min(SILENCE_S, self._config.step_deadline_s)
+        return max(SHORTEST_SILENCE_S, min(SILENCE_S, self._config.step_deadline_s))
 
     @property
     def problem(self) -> str | None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from cluster.gang import codec, wire
 from cluster.gang.shelf import Shelf
-from cluster.gang.wire import GangAddress, Kind, Message
+from cluster.gang.wire import Kind, Message
+from cluster.sockets import LineAddress, prepare
 from engine.backend import Backend, BackendError, PendingStep
 from engine.errors import first_line
 from engine.kv_blocks import KVPayload, PendingBlocks
@@ -32,7 +33,7 @@ PAYLOAD_TIMEOUT_S = 30.0
 
 
 class Host:
-    def __init__(self, address: GangAddress, rank: int, backend: Backend, leader_lost: Callable[[], None]) -> None:
+    def __init__(self, address: LineAddress, rank: int, backend: Backend, leader_lost: Callable[[], None]) -> None:
         """Connects to the leader and serves it on threads of its own.
 
         Args:
@@ -54,7 +55,7 @@ class Host:
         self.payloads: Shelf[KVPayload] = Shelf()  # KV that is to be written
         self._line = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
         self._line.settimeout(None)
-        wire.prepare(self._line)
+        prepare(self._line)
         self._send(Kind.HELLO, 0, wire.pack((address.secret, rank)))
         for task in (self._read, self._execute, self._report, self._beat):
             threading.Thread(target=task, name=f"gang{task.__name__}", daemon=True).start()

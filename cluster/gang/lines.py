@@ -8,9 +8,7 @@ told, and `on_failure` ends all hosts.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import secrets
 import selectors
 import socket
 import threading
@@ -20,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.gang import wire
-from cluster.gang.wire import GangAddress, Kind, Message
+from cluster.gang.wire import Kind, Message
+from cluster.sockets import LineAddress, prepare
 from engine.backend import BackendError, Progress, no_progress
 from engine.errors import first_line
 
@@ -28,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 0.25
+MOST_PASSED_S = 2 * WATCH_INTERVAL_S
+"""Silence that is counted from one look to the next: if it took longer, this process stood still itself."""
 BLAME_AFTER_S = 0.5
 """A host that dies makes others fail, whose messages may come first. So long, a death may still explain a failure."""
 
@@ -40,7 +41,7 @@ class _Peer:
     where: str
     line: socket.socket
     decoder: wire.Decoder = field(default_factory=wire.Decoder)
-    heard_at: float = field(default_factory=time.monotonic)
+    silent_s: float = 0.0
     gone: bool = False
 
     @property
@@ -98,10 +99,10 @@ class Lines:
         self._news: list[tuple[Any, ...]] = []  # of rank 0's progress
         self._next_number = 1
         self._suspicion: tuple[float, str] | None = None  # when to believe it, and what
+        self._watched_at = 0.0
         self._closing = False
         self._listener = socket.create_server((host, 0))
-        port = self._listener.getsockname()[1]
-        self.address = GangAddress(host=host, port=port, secret=secrets.token_hex(16))
+        self.address = LineAddress.new(host, self._listener.getsockname()[1])
         self._reader = threading.Thread(target=self._read, name="gang-lines", daemon=True)
 
     def accept(self, timeout_s: float) -> None:
@@ -133,9 +134,9 @@ class Lines:
         line.settimeout(HELLO_TIMEOUT_S)
         try:
             secret, rank = wire.receive_hello(line)
-            if not hmac.compare_digest(secret, self.address.secret) or not 0 <= rank < self.num_hosts:
+            if not self.address.is_secret(secret) or not 0 <= rank < self.num_hosts:
                 raise wire.WireError("a stranger has connected")
-            wire.prepare(line)
+            prepare(line)
         except (OSError, ValueError, TypeError, wire.WireError) as error:
             logger.warning("a connection from %s is refused: %s", where, first_line(error))
             line.close()
@@ -217,6 +218,7 @@ class Lines:
 
     def _read_all(self) -> None:
         with selectors.DefaultSelector() as selector:
+            self._watched_at = time.monotonic()
             for peer in self._peers:
                 selector.register(peer.line, selectors.EVENT_READ, peer)
             while selector.get_map():
@@ -238,7 +240,7 @@ class Lines:
             data, reason = b"", f"{peer.name} can't be trusted: {first_line(error)}"
         else:
             reason = f"{peer.name} has died: its process is gone"
-        peer.heard_at = time.monotonic()
+        peer.silent_s = 0.0
         peer.gone = not data
         if peer.gone and not self._closing:
             self.failed(reason)
@@ -275,10 +277,13 @@ class Lines:
 
     def _watch(self) -> None:
         now = time.monotonic()
+        passed_s = min(now - self._watched_at, MOST_PASSED_S)
+        self._watched_at = now
         if self._suspicion is not None and now >= self._suspicion[0]:
             self.failed(self._suspicion[1])
         for peer in self._peers:
-            if not peer.gone and now - peer.heard_at > self.silence_s and self.problem is None:
+            peer.silent_s += passed_s
+            if not peer.gone and peer.silent_s > self.silence_s and self.problem is None:
                 self.failed(f"{peer.name} hangs: not heard for {self.silence_s:g} s")
 
     def _shut(self) -> None:

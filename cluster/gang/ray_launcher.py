@@ -16,8 +16,8 @@ from cluster import ray_compat
 from cluster.gang.backend import Launcher
 from cluster.gang.kv import merged
 from cluster.gang.placement import TIMEOUT_S, Reservation, Seat, platform, reserve
-from cluster.gang.wire import GangAddress
 from cluster.gang.worker import Worker, WorkerProcess
+from cluster.sockets import LineAddress
 from engine.backend import BackendError, HostPlace, Progress
 from engine.config import EngineConfig
 from engine.errors import first_line
@@ -52,7 +52,7 @@ class RayLauncher(Launcher):
         """The workers in the order of ranks."""
         return self._actors
 
-    def start(self, address: GangAddress, progress: Progress) -> None:
+    def start(self, address: LineAddress, progress: Progress) -> None:
         # Ray's blocking calls want a thread without an event loop, and some of them have no deadline.
         pool = ThreadPoolExecutor(1, thread_name_prefix="gang-start")
         try:
@@ -62,7 +62,7 @@ class RayLauncher(Launcher):
         finally:
             pool.shutdown(wait=False)
 
-    def _start(self, address: GangAddress, progress: Progress) -> None:
+    def _start(self, address: LineAddress, progress: Progress) -> None:
         kind = platform(self._config)
         config = self._config.model_copy(update={"backend": kind})
         try:

@@ -20,8 +20,6 @@ MAX_PAYLOAD_BYTES = 1 << 30
 RECEIVE_BYTES = 1 << 18
 _HEADER = struct.Struct("<BQII")  # kind, number, payload's bytes, payload's CRC-32
 
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}  # a machine that vanished: 20 s
-
 
 class Kind(IntEnum):
     HELLO = 0  # a host: [secret, rank]
@@ -40,15 +38,6 @@ class Kind(IntEnum):
 
 class WireError(RuntimeError):
     """What arrives can't be trusted. One line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GangAddress:
-    """Where a leader waits for its hosts."""
-
-    host: str
-    port: int
-    secret: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +88,6 @@ class Decoder:
             if checksum(payload) != expected:
                 raise WireError(f"message {number} is damaged: its checksum is not what the sender computed")
             yield Message(kind=Kind(kind), number=number, payload=payload, checksum=expected)
-
-
-def prepare(line: socket.socket) -> None:
-    """Small messages leave at once, and a peer whose machine has vanished is noticed."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        line.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def receive_hello(line: socket.socket) -> tuple[str, int]:

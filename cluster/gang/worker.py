@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from backends import create_backend
 from cluster import ray_compat
 from cluster.gang.host import Host
-from cluster.gang.wire import GangAddress
 from cluster.logs import configure_logging
+from cluster.sockets import LineAddress
 from engine.backend import HostPlace
 from engine.config import EngineConfig
 from engine.kv_blocks import KVBlocks, KVPayload
@@ -38,7 +38,7 @@ class Worker:
             port = probe.getsockname()[1]
         return WorkerProcess(pid=os.getpid(), node_ip=ray_compat.node_ip(), free_port=port)
 
-    def join(self, address: GangAddress, config: EngineConfig, place: HostPlace) -> None:
+    def join(self, address: LineAddress, config: EngineConfig, place: HostPlace) -> None:
         """Connects to the leader; from now on its commands come over the line, and without it this process ends.
 
         Raises:

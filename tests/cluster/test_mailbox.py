@@ -11,9 +11,10 @@ import pytest
 import uvloop
 
 from cluster import frames
-from cluster.mailbox import Inbox, Mailbox, MailboxAddress
+from cluster.mailbox import Inbox, Mailbox
 from cluster.outbox import Connection, Outbox
 from cluster.request_codec import pack_request, unpack_request
+from cluster.sockets import LineAddress
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 LOGPROBS = (TokenLogprobs(token_id=7, logprob=-0.5, top=((7, -0.5), (9, -1.25))),)
@@ -156,7 +157,7 @@ async def test_tokens_for_a_request_that_is_gone_are_dropped(line) -> None:
 async def test_a_stranger_without_the_secret_delivers_nothing_and_is_cut_off(line) -> None:
     mailbox, outbox, lost = line
     stream, inbox = mailbox.open("one")
-    address = MailboxAddress(host=mailbox.address.host, port=mailbox.address.port, secret="0" * 32)
+    address = LineAddress(host=mailbox.address.host, port=mailbox.address.port, secret="0" * 32)
     connection = await outbox.connect(address)
     connection.post([(stream, tokens(1))])
     async with asyncio.timeout(5):
@@ -332,7 +333,7 @@ async def test_a_line_that_could_not_be_made_is_tried_anew_even_if_its_caller_ha
     outbox = Outbox("one", reader)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        address = MailboxAddress(host="127.0.0.1", port=taken.getsockname()[1], secret="0" * 32)
+        address = LineAddress(host="127.0.0.1", port=taken.getsockname()[1], secret="0" * 32)
         caller = asyncio.create_task(outbox.connect(address))
         await asyncio.sleep(0)
         caller.cancel()

@@ -15,10 +15,10 @@ from ray.serve.exceptions import BackPressureError
 from cluster import continuation, exchange, ray_client
 from cluster.balancer import Balancer
 from cluster.client import EngineOverloadedError, EngineUnavailableError
-from cluster.mailbox import MailboxAddress
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Connection, Outbox
 from cluster.ray_client import RayEngineClient
+from cluster.sockets import LineAddress
 from engine.config import EngineConfig
 from engine.core import InvalidRequestError
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
@@ -425,7 +425,7 @@ async def test_engines_are_asked_for_lines_at_the_start_and_those_that_come_late
     async def info(*_: object) -> str:
         return "info"
 
-    async def broadcast(_: object, method: str, address: MailboxAddress) -> list[Any]:
+    async def broadcast(_: object, method: str, address: LineAddress) -> list[Any]:
         nonlocal asked
         asked += 1
         if asked == 1:

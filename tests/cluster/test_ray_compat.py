@@ -18,11 +18,11 @@ from ray.util.tpu import SlicePlacementGroup
 
 from cluster import ray_compat, ray_environment
 from cluster.app import TPU_CHIPS
-from cluster.mailbox import MailboxAddress
 from cluster.messages import Ticket
 from cluster.router import EngineRouter
+from cluster.sockets import LineAddress
 
-ADDRESS = MailboxAddress(host="127.0.0.1", port=1, secret="")
+ADDRESS = LineAddress(host="127.0.0.1", port=1, secret="")
 
 
 class Late:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from cluster.balancer import Balancer
-from cluster.mailbox import MailboxAddress
 from cluster.messages import Ticket
 from cluster.router import EngineRouter
+from cluster.sockets import LineAddress
 from engine.config import EngineConfig
 from engine.news import EngineLoad
 from engine.request import EngineRequest, SamplingParams
 from tests.cluster.routing.fleets import hashes
 
-ADDRESS = MailboxAddress(host="127.0.0.1", port=1, secret="")
+ADDRESS = LineAddress(host="127.0.0.1", port=1, secret="")
 PROMPT = tuple(range(200))
 
 

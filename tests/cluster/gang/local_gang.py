@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from cluster.gang.backend import Launcher
 from cluster.gang.host import Host
 from cluster.gang.kv import merged
-from cluster.gang.wire import GangAddress
+from cluster.sockets import LineAddress
 from engine.backend import Backend, Progress
 from engine.kv_blocks import KVBlocks, KVPayload
 
@@ -24,7 +24,7 @@ class LocalLauncher(Launcher):
         self.released = [threading.Event() for _ in backends]  # by their leader
         self.killed = threading.Event()
 
-    def start(self, address: GangAddress, progress: Progress) -> None:
+    def start(self, address: LineAddress, progress: Progress) -> None:
         progress("placing hosts", len(self._backends), len(self._backends), "threads")
         for rank, backend in enumerate(self._backends):
             self.hosts.append(Host(address, rank, backend, self._end(rank)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from backends.mock import MockBackend
 from cluster.gang import wire
 from cluster.gang.backend import GangBackend
 from cluster.gang.wire import Kind
+from cluster.sockets import LineAddress
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
@@ -163,6 +166,39 @@ def test_a_host_that_dies_is_noticed_while_there_is_nothing_to_do() -> None:
         assert launcher.killed.wait(2)
 
 
+def test_an_idle_gang_lives_however_short_its_steps_must_be() -> None:
+    with gang(step_deadline_s=0.2) as (running, _, _):
+        time.sleep(1.5)  # hosts beat once a second
+        assert running.core.health().healthy
+
+
+def test_a_leader_that_stood_still_does_not_take_that_for_its_hosts_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that goes on after a while returns from its wait at once, before what came meanwhile is there."""
+    stalls: list[float] = []
+
+    class Stalling(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> Any:
+            if not stalls:
+                return super().select(timeout)
+            time.sleep(stalls.pop())
+            return []
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Stalling)
+    monkeypatch.setattr("cluster.gang.host.BEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr("cluster.gang.backend.SHORTEST_SILENCE_S", 0.8)
+    with gang(step_deadline_s=0.8) as (running, _, _):
+        stalls.append(1.2)
+        eventually(lambda: not stalls)
+        time.sleep(1.5)
+        assert running.core.health().healthy
+
+
+def test_a_leader_whose_machine_has_vanished_is_noticed_by_what_it_does_not_acknowledge() -> None:
+    with gang() as (_, launcher, _):  # keep-alive probes alone don't do it: a host has always just sent a beat
+        options = [host._line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for host in launcher.hosts]
+        assert options == [20_000] * 2
+
+
 def test_hosts_that_are_not_alike_do_not_begin() -> None:
     config = EngineConfig.from_args(OPTIONS)
     hosts = [MockBackend(config), MockBackend(config, vocab_size=100)]
@@ -190,7 +226,7 @@ def test_a_host_that_can_not_load_says_why() -> None:
 class Pretender(LocalLauncher):
     """Its second host is a bare line, over which a test says what it likes."""
 
-    def start(self, address: wire.GangAddress, progress: Progress) -> None:
+    def start(self, address: LineAddress, progress: Progress) -> None:
         self.stranger = socket.create_connection((address.host, address.port))
         self.stranger.sendall(wire.encode(Kind.HELLO, 0, wire.pack(("wrong", 0))))
         self._backends = self._backends[:1]
