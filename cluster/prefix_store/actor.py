@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.prefix_store.directory import Directory
-from cluster.prefix_store.messages import Changes, Offer, Run, StoreStats, Version
+from cluster.prefix_store.messages import Changes, Offer, Run, Version
 from engine.kv_blocks import KVBlocks
 
 NAMESPACE = "sliceserve"
@@ -32,6 +32,8 @@ FOLLOW_WAIT_S = 5.0
 """How long a replica's question for changes is held open when there are none."""
 COALESCE_S = 0.05
 """Changes within this time are told together."""
+MAX_CALLS = 10_000
+"""Open at a time: each replica's question for changes always is, and the others may not wait for it to end."""
 MEMBER_TIMEOUT_S = 3 * FOLLOW_WAIT_S
 WATCH_INTERVAL_S = 1.0
 LAST_TRIES = 10
@@ -50,6 +52,24 @@ class PrefixStoreKeeper:
         return shares, True
 
 
+class Bell:
+    """Wakes all who wait now. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        self._rung.set()
+        self._rung = asyncio.Event()  # for those who come later
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether it rang in time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._rung.wait(), timeout_s)
+            return True
+        return False
+
+
 class PrefixStore:
     """An asyncio actor; no method computes for long."""
 
@@ -61,7 +81,7 @@ class PrefixStore:
         self._coming: set[tuple[bytes, bytes]] = set()  # (space, block hash) of what is being copied
         self._keepers: dict[str, asyncio.Task[ActorHandle[Any]]] = {}
         self._members: dict[str, float] = {}  # replica -> when it was last heard of, monotonic seconds
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._self = ray.get_runtime_context().current_actor
         threading.Thread(target=self._end_with_application, name="lifetime", daemon=True).start()
 
@@ -87,7 +107,7 @@ class PrefixStore:
             self._coming -= keys
         taken = self._directory.add(offer, adopted)
         if taken:
-            self._changed.set()
+            self._changed.ring()
         return taken
 
     async def find(self, space: bytes, block_hashes: Sequence[bytes]) -> list[tuple[Run, Content]]:
@@ -96,25 +116,18 @@ class PrefixStore:
 
     async def lost(self, segment: int) -> None:
         self._directory.drop(segment)
-        self._changed.set()
+        self._changed.ring()
 
     async def changes(self, member: str, space: bytes, since: Version) -> Changes:
         """Waits until there are changes, some seconds at most. A replica that asks is alive."""
         deadline = time.monotonic() + FOLLOW_WAIT_S
         self._members[member] = time.monotonic()
         while True:
-            now = time.monotonic()
-            if since != self._directory.version(space) or now >= deadline:
+            left = deadline - time.monotonic()
+            if since != self._directory.version(space) or left <= 0:
                 return self._directory.changes(space, since)
-            changed = self._changed
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), deadline - now)
-            await asyncio.sleep(COALESCE_S)
-            if changed is self._changed:
-                self._changed = asyncio.Event()
-
-    async def stats(self) -> StoreStats:
-        return self._directory.stats(members=len(self._members))
+            if await self._changed.wait(left):
+                await asyncio.sleep(COALESCE_S)
 
     async def _adopt(self, node: str, content: Content) -> Content:
         keeper = await self._keeper(node)
@@ -184,7 +197,7 @@ def find_or_create(application: str) -> ActorHandle[Any]:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
-            max_concurrency=1000,
+            max_concurrency=MAX_CALLS,
         )
         .remote(application)
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.prefix_store.messages import Changes, Run, StoreStats, Version
+from cluster.prefix_store.messages import Changes, Offer, Run, Version
 from engine.kv_blocks import KVBlocks
 
 
@@ -17,6 +17,30 @@ class StoreError(RuntimeError):
 
 class StoredKVLostError(StoreError):
     """A segment is gone for good: its node has died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSegment:
+    """Blocks that are to be stored as one object."""
+
+    space: bytes
+    block_hashes: Sequence[bytes]
+    parent: bytes | None  # the block before the first one, if known
+    shares: Sequence[KVBlocks]  # contiguous arrays with all heads of all these blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(share.data.nbytes for share in self.shares)
+
+    def offer(self, node: str) -> Offer:
+        """What the store is told of it."""
+        return Offer(
+            space=self.space,
+            block_hashes=tuple(self.block_hashes),
+            parent=self.parent,
+            num_bytes=self.num_bytes,
+            node=node,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,20 +67,8 @@ class StoreClient(ABC):
         """What the directory has that `since` had not. Returns after some seconds if nothing changes."""
 
     @abstractmethod
-    def add(
-        self,
-        space: bytes,
-        block_hashes: Sequence[bytes],
-        parent: bytes | None,
-        shares: Sequence[KVBlocks],
-        timeout_s: float,
-    ) -> bool:
-        """Hands over blocks. Returns when the store owns them; False if it has them already, or no room for them.
-
-        Args:
-            parent: the block before the first one, if known.
-            shares: contiguous arrays with all heads of all these blocks.
-        """
+    def add(self, segment: NewSegment, timeout_s: float) -> bool:
+        """Hands over blocks. Returns when the store owns them; False if it has them already, or no room for them."""
 
     @abstractmethod
     def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
@@ -69,9 +81,6 @@ class StoreClient(ABC):
     @abstractmethod
     def lost(self, found: Found) -> None:
         """Tells the store that a segment can't be read. Does not wait."""
-
-    @abstractmethod
-    def stats(self, timeout_s: float) -> StoreStats: ...
 
     @abstractmethod
     def close(self) -> None:

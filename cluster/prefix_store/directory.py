@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster.prefix_store.history import History
-from cluster.prefix_store.messages import Changes, Offer, Run, StoreStats, Version
+from cluster.prefix_store.messages import Changes, Offer, Run, Version
 
 SEGMENT_OVERHEAD_BYTES = 4096
 BLOCK_OVERHEAD_BYTES = 256
@@ -48,7 +48,15 @@ class Directory(Generic[Content]):
         self._used: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)  # node -> least recent first
         self._bytes: defaultdict[str, int] = defaultdict(int)
         self._limits: dict[str, int] = {}
-        self._added_bytes = self._evicted_bytes = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all nodes, with what directory and object store need themselves."""
+        return sum(self._bytes.values())
 
     def limit(self, node: str, num_bytes: int) -> None:
         """Sets how many bytes a node holds at most; gives up what is beyond."""
@@ -70,7 +78,6 @@ class Directory(Generic[Content]):
         self._segments[segment] = _Segment(offer=offer, content=content, cost=cost)
         self._used[offer.node][segment] = None
         self._bytes[offer.node] += cost
-        self._added_bytes += cost
         places, history = self._places[offer.space], self._histories[offer.space]
         for index, block_hash in enumerate(offer.block_hashes):
             if block_hash not in places:
@@ -115,30 +122,17 @@ class Directory(Generic[Content]):
 
     def changes(self, space: bytes, since: Version) -> Changes:
         """What a replica that knows version `since` must learn."""
-        now, used = self.version(space), sum(self._bytes.values())
+        now, used = self.version(space), self.used_bytes
         events = self._histories[space].since(since.number) if since.epoch == self._epoch else None
         if events is None:
             return Changes(version=now, whole=True, used_bytes=used, added=tuple(self._places[space]))
         added, removed = events
         return Changes(version=now, whole=False, used_bytes=used, added=added, removed=removed)
 
-    def stats(self, members: int = 0) -> StoreStats:
-        return StoreStats(
-            segments=len(self._segments),
-            blocks=sum(map(len, self._places.values())),
-            bytes=sum(self._bytes.values()),
-            capacity_bytes=sum(self._limits.values()),
-            added_bytes=self._added_bytes,
-            evicted_bytes=self._evicted_bytes,
-            members=members,
-        )
-
     def _make_room(self, node: str, cost: int) -> None:
         used = self._used[node]
         while used and self._bytes[node] + cost > self._limits[node]:
-            oldest = next(iter(used))
-            self._evicted_bytes += self._segments[oldest].cost
-            self.drop(oldest)
+            self.drop(next(iter(used)))
 
     def _touch(self, chain: Sequence[int]) -> None:
         """Marks segments of a chain, first to last, as just used, and those before them: the first of all latest."""

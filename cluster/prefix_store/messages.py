@@ -42,14 +42,3 @@ class Changes:
     used_bytes: int  # of all spaces
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreStats:
-    segments: int
-    blocks: int
-    bytes: int
-    capacity_bytes: int  # of all nodes together
-    added_bytes: int  # since the store began
-    evicted_bytes: int
-    members: int  # replicas

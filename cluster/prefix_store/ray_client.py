@@ -12,8 +12,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayError
 
 from cluster.prefix_store.actor import find_or_create
-from cluster.prefix_store.client import Found, StoreClient, StoredKVLostError, StoreError
-from cluster.prefix_store.messages import Changes, Offer, StoreStats, Version
+from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.messages import Changes, Version
 from engine.errors import first_line
 from engine.kv_blocks import KVBlocks
 
@@ -54,23 +54,12 @@ class RayStoreClient(StoreClient):
         changes: Changes = self._ask("changes", self._replica, space, since, timeout_s=timeout_s)
         return changes
 
-    def add(
-        self,
-        space: bytes,
-        block_hashes: Sequence[bytes],
-        parent: bytes | None,
-        shares: Sequence[KVBlocks],
-        timeout_s: float,
-    ) -> bool:
-        num_bytes = sum(share.data.nbytes for share in shares)
-        offer = Offer(
-            space=space, block_hashes=tuple(block_hashes), parent=parent, num_bytes=num_bytes, node=self._node
-        )
+    def add(self, segment: NewSegment, timeout_s: float) -> bool:
         try:
-            lent = ray.put(tuple(shares))
+            lent = ray.put(tuple(segment.shares))
         except RayError as error:
             raise StoreError(f"the object store takes no more: {first_line(error)}") from error
-        return bool(self._ask("add", offer, [lent], timeout_s=timeout_s))
+        return bool(self._ask("add", segment.offer(self._node), [lent], timeout_s=timeout_s))
 
     def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
         runs = self._ask("find", space, list(block_hashes), timeout_s=timeout_s)
@@ -90,10 +79,6 @@ class RayStoreClient(StoreClient):
 
     def lost(self, found: Found) -> None:
         self._tell("lost", found.run.segment)
-
-    def stats(self, timeout_s: float) -> StoreStats:
-        stats: StoreStats = self._ask("stats", timeout_s=timeout_s)
-        return stats
 
     def close(self) -> None:
         self._tell("leave", self._replica)

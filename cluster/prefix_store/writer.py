@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cluster.prefix_store.chains import RecentChains
-from cluster.prefix_store.client import StoreClient, StoreError
+from cluster.prefix_store.client import NewSegment, StoreClient, StoreError
 from cluster.prefix_store.follower import Follower
 from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
@@ -146,15 +146,16 @@ class Writer:
         if space is None or self._closed.is_set():
             self._metrics.add(write_blocks_dropped=len(hashes))
             return
-        shares = gather(blocks, self._block_size)
+        parent, shares = self._chains.parent(hashes[0]), gather(blocks, self._block_size)
+        segment = NewSegment(space=space, block_hashes=hashes, parent=parent, shares=shares)
         try:
-            added = self._client.add(space, hashes, self._chains.parent(hashes[0]), shares, ADD_TIMEOUT_S)
+            added = self._client.add(segment, ADD_TIMEOUT_S)
         except StoreError as error:
             self._dropped(len(hashes), error)
             return
         if added:
             self._follower.learn(hashes)
-            self._metrics.add(written_bytes=sum(share.data.nbytes for share in shares))
+            self._metrics.add(written_bytes=segment.num_bytes)
 
     def _dropped(self, count: int, error: Exception) -> None:
         self._metrics.add(write_blocks_dropped=count)

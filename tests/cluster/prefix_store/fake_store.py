@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cluster.prefix_store.client import Found, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoredKVLostError, StoreError
 from cluster.prefix_store.directory import Directory
-from cluster.prefix_store.messages import Changes, Offer, StoreStats, Version
+from cluster.prefix_store.messages import Changes, Version
 from engine.kv_blocks import KVBlocks
 
 
@@ -42,25 +42,11 @@ class FakeClient(StoreClient):
             self._check()
             return store.directory.changes(space, since)
 
-    def add(
-        self,
-        space: bytes,
-        block_hashes: Sequence[bytes],
-        parent: bytes | None,
-        shares: Sequence[KVBlocks],
-        timeout_s: float,
-    ) -> bool:
+    def add(self, segment: NewSegment, timeout_s: float) -> bool:
         self._answer("add", timeout_s)
-        offer = Offer(
-            space=space,
-            block_hashes=tuple(block_hashes),
-            parent=parent,
-            num_bytes=sum(share.data.nbytes for share in shares),
-            node="node",
-        )
         with self._store.lock:
-            self._store.segments.append(offer.block_hashes)
-            taken = self._store.directory.add(offer, shares)
+            self._store.segments.append(segment.block_hashes)
+            taken = self._store.directory.add(segment.offer("node"), segment.shares)
             self._store.lock.notify_all()
         return taken
 
@@ -83,10 +69,6 @@ class FakeClient(StoreClient):
         with self._store.lock:
             self._store.directory.drop(found.run.segment)
             self._store.lock.notify_all()
-
-    def stats(self, timeout_s: float) -> StoreStats:  # noqa: ARG002
-        with self._store.lock:
-            return self._store.directory.stats()
 
     def close(self) -> None:
         self._store.calls.append("close")

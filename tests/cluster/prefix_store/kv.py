@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cluster.prefix_store.client import NewSegment
 from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
 
 FORMAT = KVFormat(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+SPACE = b"model"
 BLOCK_SIZE = 8
 BLOCK_BYTES = BLOCK_SIZE * FORMAT.bytes_per_token
 
@@ -34,6 +36,11 @@ def shares_of(numbers: Sequence[int], num_shares: int = 1) -> list[KVBlocks]:
         )
         for share in range(num_shares)
     ]
+
+
+def segment_of(*numbers: int, shares: Sequence[KVBlocks] | None = None) -> NewSegment:
+    content = shares_of(numbers) if shares is None else shares
+    return NewSegment(space=SPACE, block_hashes=hashes(*numbers), parent=None, shares=content)
 
 
 def numbers_in(shares: Sequence[KVBlocks]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -12,16 +13,16 @@ import psutil
 import pytest
 import ray
 
-from cluster.prefix_store.actor import NAMESPACE, actor_name
+from cluster.prefix_store.actor import NAMESPACE, Bell, actor_name
 from cluster.prefix_store.client import StoreError
 from cluster.prefix_store.messages import Version
 from cluster.prefix_store.ray_client import RayStoreClient
 from engine.kv_blocks import KVBlocks
 from tests.cluster.apps import eventually
-from tests.cluster.prefix_store.kv import FORMAT, hashes, numbers_in, shares_of
+from tests.cluster.prefix_store.actors import store_exists
+from tests.cluster.prefix_store.kv import BLOCK_BYTES, FORMAT, SPACE, hashes, numbers_in, segment_of
 
 APPLICATION = "no-such-application"
-SPACE = b"model"
 TIMEOUT_S = 30.0
 MIB = 1 << 20
 
@@ -34,7 +35,7 @@ class Replica:
         self._client.join(TIMEOUT_S)
 
     def store(self, *numbers: int) -> bool:
-        return self._client.add(SPACE, hashes(*numbers), None, shares_of(numbers), TIMEOUT_S)
+        return self._client.add(segment_of(*numbers), TIMEOUT_S)
 
     def pid(self) -> int:
         return os.getpid()
@@ -47,16 +48,8 @@ def client(serve_url: str) -> Iterator[RayStoreClient]:  # noqa: ARG001
     made.join(TIMEOUT_S)
     yield made
     made.close()
-    eventually(lambda: not store_exists())
+    eventually(lambda: not store_exists(APPLICATION))
     eventually(lambda: not keepers())
-
-
-def store_exists() -> bool:
-    try:
-        ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def keepers() -> list[psutil.Process]:
@@ -77,7 +70,7 @@ def test_what_a_replica_stored_outlives_it(client: RayStoreClient) -> None:
 def test_large_kv_is_read_in_place(client: RayStoreClient) -> None:
     shape = (FORMAT.num_layers, 2, FORMAT.num_kv_heads, 32 * 1024, FORMAT.head_dim)
     share = KVBlocks(format=FORMAT, heads=range(2), data=np.ones(shape, np.uint16))
-    assert client.add(SPACE, hashes(10), None, [share], TIMEOUT_S)
+    assert client.add(segment_of(10, shares=[share]), TIMEOUT_S)
     [found] = client.find(SPACE, hashes(10), TIMEOUT_S)
     [read] = client.read(found, TIMEOUT_S)
     assert np.array_equal(read.data, share.data)
@@ -87,19 +80,42 @@ def test_large_kv_is_read_in_place(client: RayStoreClient) -> None:
 
 def test_a_follower_hears_of_changes_at_once(client: RayStoreClient) -> None:
     known = client.changes(SPACE, Version(), TIMEOUT_S)
-    assert client.add(SPACE, hashes(20, 21), None, shares_of([20, 21]), TIMEOUT_S)
-    assert not client.add(SPACE, hashes(20, 21), None, shares_of([20, 21]), TIMEOUT_S)
+    assert client.add(segment_of(20, 21), TIMEOUT_S)
+    assert not client.add(segment_of(20, 21), TIMEOUT_S)
     began = time.monotonic()
     changes = client.changes(SPACE, known.version, TIMEOUT_S)
     assert time.monotonic() - began < 1
     assert set(changes.added) == set(hashes(20, 21))
-    stats = client.stats(TIMEOUT_S)
-    assert stats.blocks == len(known.added) + 2
-    assert stats.capacity_bytes == 64 * MIB
+    everything = client.changes(SPACE, Version(), TIMEOUT_S)
+    assert set(everything.added) == {*known.added, *changes.added}
+    assert everything.used_bytes == changes.used_bytes >= known.used_bytes + 2 * BLOCK_BYTES
+
+
+def test_the_store_takes_no_more_of_a_node_than_its_replicas_allow(client: RayStoreClient) -> None:
+    frugal = RayStoreClient(APPLICATION, "frugal", 1024)
+    frugal.join(TIMEOUT_S)
+    assert not client.add(segment_of(40), TIMEOUT_S)
+    client.join(TIMEOUT_S)
+    assert client.add(segment_of(40), TIMEOUT_S)
+
+
+def test_whoever_gives_up_leaves_the_others_waiting_for_the_next_change() -> None:
+    async def heard() -> list[bool]:
+        bell = Bell()
+        waiting = [asyncio.create_task(bell.wait(timeout_s)) for timeout_s in (0.05, 5.0, 5.0)]
+        await waiting[0]
+        late = asyncio.create_task(bell.wait(5.0))
+        await asyncio.sleep(0)
+        bell.ring()
+        return await asyncio.gather(*waiting, late)
+
+    began = time.monotonic()
+    assert asyncio.run(heard()) == [False, True, True, True]
+    assert time.monotonic() - began < 2
 
 
 def test_a_store_that_died_is_replaced_by_an_empty_one(client: RayStoreClient) -> None:
-    client.add(SPACE, hashes(30), None, shares_of([30]), TIMEOUT_S)
+    client.add(segment_of(30), TIMEOUT_S)
     version = client.changes(SPACE, Version(), TIMEOUT_S).version
     ray.kill(ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE))
     began = time.monotonic()
@@ -110,7 +126,7 @@ def test_a_store_that_died_is_replaced_by_an_empty_one(client: RayStoreClient) -
     changes = client.changes(SPACE, version, TIMEOUT_S)
     assert changes.whole
     assert not changes.added
-    assert client.add(SPACE, hashes(30), None, shares_of([30]), TIMEOUT_S)
+    assert client.add(segment_of(30), TIMEOUT_S)
 
 
 def joined(client: RayStoreClient) -> bool:

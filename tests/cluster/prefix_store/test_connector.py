@@ -49,7 +49,8 @@ def connect() -> Iterator[Connect]:
     made: list[PrefixStoreConnector] = []
 
     def make(store: FakeStore) -> PrefixStoreConnector:
-        config = EngineConfig(backend="mock", block_size=BLOCK_SIZE, kv_store_min_tokens=2 * BLOCK_SIZE)
+        options = {"backend": "mock", "kv_store": "object_store", "kv_store_min_tokens": 2 * BLOCK_SIZE}
+        config = EngineConfig(**options, block_size=BLOCK_SIZE)
         connector = PrefixStoreConnector(config, FormatOnly(), FakeClient(store))
         connector.attach(lambda: None)
         made.append(connector)

@@ -39,7 +39,7 @@ def room_for(*offers: Offer) -> int:
     probe = directory()
     for item in offers:
         assert probe.add(item, "")
-    return probe.stats().bytes
+    return probe.used_bytes
 
 
 def chain(*numbers: int) -> list[bytes]:
@@ -179,9 +179,8 @@ def test_whatever_happens_memory_is_bounded_and_what_is_said_to_be_here_is(opera
         changes = store.changes(SPACE, version)
         known = (set() if changes.whole else known - set(changes.removed)) | set(changes.added)
         version = changes.version
-        stats = store.stats()
-        assert stats.bytes <= sum(limits.values())
-        assert stats.blocks == len(known)
+        assert store.used_bytes <= sum(limits.values())
+        assert store.num_blocks == len(known)
         assert all(store.find(SPACE, [one]) for one in known)
 
 
@@ -190,4 +189,4 @@ def test_tiny_blocks_count_with_what_the_directory_needs_for_them(count: int) ->
     store = directory(64 * KIB)
     for start in range(0, 10_000, count):
         store.add(offer(*range(start, start + count), size=1), "")
-    assert store.stats().blocks <= 64 * KIB / 256
+    assert store.num_blocks <= 64 * KIB / 256

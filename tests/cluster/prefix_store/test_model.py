@@ -46,7 +46,7 @@ def test_a_prefix_from_the_store_gives_the_text_of_the_engine_that_computed_it(t
     with engine(store, model, chips=2) as warm:
         [first] = warm.run([prompt], greedy)
         [second] = warm.run([prompt], drawn)
-        eventually(lambda: store.directory.stats().blocks >= 10)
+        eventually(lambda: store.directory.num_blocks >= 10)
         assert first.num_cached_tokens == 0
     with engine(store, model, chips=1) as cold:
         [answer] = cold.run([prompt], greedy)
@@ -64,4 +64,4 @@ def test_another_models_kv_is_not_found(tmp_path: Path) -> None:
         with engine(store, tiny_llama(tmp_path / str(seed), seed=seed), chips=1) as one:
             [answer] = one.run([prompt], sampling)
             assert answer.num_cached_tokens == 0
-            eventually(lambda seed=seed: store.directory.stats().blocks >= 10 * (seed + 1))
+            eventually(lambda seed=seed: store.directory.num_blocks >= 10 * (seed + 1))

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-import ray
 
-from cluster.prefix_store.actor import NAMESPACE, actor_name
 from tests.cluster.apps import completion as any_completion
 from tests.cluster.apps import deployed, eventually, metric, replica_processes
+from tests.cluster.prefix_store.actors import store_exists
 
 APPLICATION = "stored"
 LENGTH, STORED = 2000, 1984  # tokens of a prompt; of its full blocks
@@ -31,15 +30,7 @@ def url(serve_url: str) -> Iterator[str]:
     with deployed(serve_url, APPLICATION, **options) as address:
         eventually(lambda: connected(address) == 2, 30)
         yield address
-    eventually(lambda: not store_exists())
-
-
-def store_exists() -> bool:
-    try:
-        ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
+    eventually(lambda: not store_exists(APPLICATION))
 
 
 def connected(url: str) -> int:
