@@ -8,23 +8,21 @@ and failure back and forth. What the engine yields arrives in the mailbox.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
+from cluster.application_state import ApplicationState
 from cluster.balancer import Balancer, Route
 from cluster.client import EngineUnavailableError, Health
 from cluster.continuation import Continuation, ResumptionCounts
 from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, Exchange, InterruptedExchangeError
+from cluster.line_keeper import LineKeeper
 from cluster.mailbox import Mailbox
 from cluster.messages import Refusal, RefusalKind, Ticket
-from cluster.metrics_text import render
-from cluster.sockets import LineAddress
 from cluster.suspects import Suspects
 from cluster.waker import Waker
 from engine.backend import BackendInfo
@@ -35,16 +33,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
 """Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
-LINES_INTERVAL_S = 2.0
-"""How soon an engine that has come since is asked for a line."""
-BROADCAST_TIMEOUT_S = 5.0
-"""Longest wait for the answers of all replicas; less than a scrape of Prometheus waits."""
 
 QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
-
-ASLEEP = "no engine runs while there is nothing to do; the next request starts one"
-
-NO_PREFILL = "no prefill replica answers; decode replicas compute all prompts themselves"
 
 
 class RayEngineClient:
@@ -70,17 +60,15 @@ class RayEngineClient:
         """
         self._wake_timeout_s = wake_timeout_s
         self._waker = None if wake_timeout_s is None else Waker(lambda: self._ask("info"))
-        self._prefill = prefill
+        self._state = ApplicationState(engine, ingress, prefill, sleeps=wake_timeout_s is not None)
         self._engine = engine
-        self._ingress = ingress
         self._admit = ray_compat.by_reference(engine, "admit")
         self._balancer = balancer
         self._mailbox = Mailbox(balancer)
-        self._mailbox_lock = asyncio.Lock()
+        self._lines = LineKeeper(self._mailbox, engine, balancer)
         self._info: BackendInfo | None = None
         self._calls: set[asyncio.Task[Refusal | None]] = set()
         self._routes: dict[Exchange, Route] = {}
-        self._lines: asyncio.Task[None] | None = None
         self._suspects = Suspects(lambda replica: self._mailbox.line(replica) is not None)
         self._resume_timeout_s = resume_timeout_s
         self.resumptions = ResumptionCounts()
@@ -88,28 +76,14 @@ class RayEngineClient:
     async def info(self) -> BackendInfo:
         if self._info is None:
             self._info = await self._ask("info")
-        if self._lines is None:
-            self._lines = asyncio.create_task(self._keep_lines())
+        self._lines.start()
         return self._info
 
     async def health(self) -> Health:
-        """Healthy while any replica is: the others' requests go there."""
-        answers: list[Health] = await _broadcast(self._engine, "health", enough=lambda answer: answer.healthy)
-        if not answers:
-            asleep = self._wake_timeout_s is not None
-            return Health(healthy=asleep, degraded=asleep, reason=ASLEEP if asleep else NO_ENGINE)
-        best = next((answer for answer in answers if answer.healthy), answers[0])
-        if not best.healthy or self._prefill is None:
-            return best
-        prefills: list[Health] = await _broadcast(self._prefill, "health", enough=lambda answer: answer.healthy)
-        if any(answer.healthy for answer in prefills):
-            return best
-        return Health(healthy=True, degraded=True, reason=NO_PREFILL)
+        return await self._state.health()
 
     async def metrics_text(self) -> bytes:
-        deployments = [self._engine, self._ingress, *([] if self._prefill is None else [self._prefill])]
-        engines, ingresses, *prefills = await asyncio.gather(*(_broadcast(one, "report") for one in deployments))
-        return render([*engines, *itertools.chain(*prefills)], ingresses)
+        return await self._state.metrics_text()
 
     async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
         way = Continuation(
@@ -137,8 +111,7 @@ class RayEngineClient:
 
     def close(self) -> None:
         """No request is open any more: stops listening."""
-        if self._lines is not None:
-            self._lines.cancel()
+        self._lines.close()
         if self._waker is not None:
             self._waker.close()
         self._mailbox.close()
@@ -182,7 +155,7 @@ class RayEngineClient:
 
     async def _send(self, request: EngineRequest, replica: str) -> Exchange:
         """Gives a request to a replica: over the line, if there is one, else with the Serve call."""
-        address = self._mailbox.address or await self._listen()
+        address = await self._lines.address()
         stream, inbox = self._mailbox.open(request.request_id)
         line = self._mailbox.line(replica)
         if line is not None:
@@ -227,22 +200,6 @@ class RayEngineClient:
             logger.warning("request %s: the engine did not finish it: %s", ticket.request_id, first_line(error))
             return ENGINE_GONE
 
-    async def _keep_lines(self) -> None:
-        """Has engines open lines before the first request to them, so that their news come: all at the start, and those
-        that have come since."""
-        while True:
-            try:
-                address = self._mailbox.address or await self._listen()
-                if not self._mailbox.replicas or self._balancer.replicas - self._mailbox.replicas:
-                    await _broadcast(self._engine, "open_line", address)
-            except Exception as error:  # requests open lines, too
-                logger.warning("engines can't be asked for lines now: %s", first_line(error))
-            await asyncio.sleep(LINES_INTERVAL_S)
-
-    async def _listen(self) -> LineAddress:
-        async with self._mailbox_lock:
-            return self._mailbox.address or await self._mailbox.start(ray_compat.node_ip())
-
     async def _ask(self, method: str) -> Any:
         """Calls a method of any replica that is up."""
         try:
@@ -250,36 +207,3 @@ class RayEngineClient:
                 return await ray_compat.by_reference(self._engine, method).remote()
         except (TimeoutError, *ray_compat.OVERLOADED_ERRORS, *ray_compat.UNAVAILABLE_ERRORS) as error:
             raise EngineUnavailableError(NO_ENGINE) from error
-
-
-async def _broadcast(
-    deployment: DeploymentHandle[Any],
-    method: str,
-    *args: object,
-    enough: Callable[[Any], bool] = lambda _: False,
-) -> list[Any]:
-    """Calls a method of every replica; gives the answers of those that do answer in time, maybe none.
-
-    Args:
-        enough: an answer that makes the others unnecessary.
-    """
-    calls: list[asyncio.Future[Any]] = []
-    with contextlib.suppress(TimeoutError, *ray_compat.UNAVAILABLE_ERRORS):
-        async with asyncio.timeout(BROADCAST_TIMEOUT_S):
-            calls = [asyncio.ensure_future(call) for call in await ray_compat.broadcast(deployment, method, *args)]
-    answers: list[Any] = []
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BROADCAST_TIMEOUT_S):
-                for call in asyncio.as_completed(calls):
-                    with contextlib.suppress(*ray_compat.UNAVAILABLE_ERRORS):
-                        answers.append(await call)
-                        if enough(answers[-1]):
-                            return answers
-    finally:
-        for running in calls:
-            running.cancel()
-    if len(answers) < len(calls):
-        silent = len(calls) - len(answers)
-        logger.warning("%s: %d of %d replicas do not answer %s", deployment.deployment_name, silent, len(calls), method)
-    return answers

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from ray.exceptions import RayError
 
-from cluster import exchange, ray_client
+from cluster import broadcast, exchange
 from cluster.balancer import Balancer
 from cluster.client import Health
 from cluster.metrics_text import EngineReport, IngressReport, ReplicaLabels
@@ -21,8 +21,9 @@ class Replicas:
 
     deployment_name = "Engine"
 
-    def __init__(self, *answers: object) -> None:
+    def __init__(self, *answers: object, listed_after_s: float = 0.0) -> None:
         self._answers = answers
+        self._listed_after_s = listed_after_s
 
     def options(self, **_: object) -> Replicas:
         return self
@@ -31,6 +32,7 @@ class Replicas:
         return self
 
     async def _fetch_replica_results_async(self) -> list[Replica]:
+        await asyncio.sleep(self._listed_after_s)
         return [Replica(answer) for answer in self._answers]
 
 
@@ -67,7 +69,7 @@ DEAD = RayError("the actor died")
 async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
     answers: tuple[object, ...], health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(broadcast, "BROADCAST_TIMEOUT_S", 0.1)
     replicas = Replicas(*answers)
     client = RayEngineClient(replicas, replicas, BALANCER, resume_timeout_s=1)  # type: ignore[arg-type]
     async with asyncio.timeout(5):
@@ -76,12 +78,23 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
 
 async def test_one_healthy_replica_is_enough_and_nobody_waits_for_the_others() -> None:
     replicas = Replicas(HANGS, HEALTHY)
-    async with asyncio.timeout(ray_client.BROADCAST_TIMEOUT_S / 2):
+    async with asyncio.timeout(broadcast.BROADCAST_TIMEOUT_S / 2):
         assert await RayEngineClient(replicas, replicas, BALANCER, resume_timeout_s=1).health() == HEALTHY  # type: ignore[arg-type]
 
 
+async def test_all_deployments_together_get_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "BROADCAST_TIMEOUT_S", 0.5)
+    engines = Replicas(HEALTHY, HANGS, listed_after_s=0.4)
+    prefills = Replicas(HANGS, listed_after_s=0.4)
+    client = RayEngineClient(engines, engines, BALANCER, resume_timeout_s=1, prefill=prefills)  # type: ignore[arg-type]
+    async with asyncio.timeout(0.8):
+        health = await client.health()
+    assert health.healthy
+    assert health.degraded
+
+
 async def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_client, "BROADCAST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(broadcast, "BROADCAST_TIMEOUT_S", 0.1)
     labels = ReplicaLabels(model_name="m", application="a", replica="good", role="unified")
     engines = Replicas(HANGS, EngineReport(labels=labels, metrics=EngineMetrics().snapshot()))
     ingresses = Replicas(HANGS, IngressReport(labels=labels, responses={}, open_requests=3))

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 
-from cluster import continuation, exchange, ray_client
+from cluster import continuation, exchange, line_keeper, ray_client
 from cluster.balancer import Balancer
 from cluster.client import EngineOverloadedError, EngineUnavailableError
 from cluster.messages import Refusal, RefusalKind, Ticket
@@ -419,7 +419,7 @@ async def test_a_request_that_its_call_took_along_is_interrupted_as_well_when_th
 async def test_engines_are_asked_for_lines_at_the_start_and_those_that_come_later_when_they_are_known(
     engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_client, "LINES_INTERVAL_S", 0.05)
+    monkeypatch.setattr(line_keeper, "LINES_INTERVAL_S", 0.05)
     asked = 0
 
     async def info(*_: object) -> str:

@@ -1,0 +1,60 @@
+"""ApplicationState: health and metrics of a whole application, from what all of its replicas say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.broadcast import broadcast
+from cluster.client import Health
+from cluster.exchange import NO_ENGINE
+from cluster.metrics_text import render
+
+ASLEEP = "no engine runs while there is nothing to do; the next request starts one"
+NO_PREFILL = "no prefill replica answers; decode replicas compute all prompts themselves"
+
+
+class ApplicationState:
+    def __init__(
+        self,
+        engine: DeploymentHandle[Any],
+        ingress: DeploymentHandle[Any],
+        prefill: DeploymentHandle[Any] | None = None,
+        *,
+        sleeps: bool = False,
+    ) -> None:
+        """
+        Args:
+            prefill: the deployment that computes prompts for the engine's replicas.
+            sleeps: whether it is as it should be that no engine runs.
+        """
+        self._engine = engine
+        self._ingress = ingress
+        self._prefill = prefill
+        self._sleeps = sleeps
+
+    async def health(self) -> Health:
+        """Healthy while any replica is: the others' requests go there."""
+        engines, prefills = await asyncio.gather(_health(self._engine), _health(self._prefill))
+        if engines is None:
+            return Health(healthy=self._sleeps, degraded=self._sleeps, reason=ASLEEP if self._sleeps else NO_ENGINE)
+        if not engines.healthy or self._prefill is None or (prefills is not None and prefills.healthy):
+            return engines
+        return Health(healthy=True, degraded=True, reason=NO_PREFILL)
+
+    async def metrics_text(self) -> bytes:
+        """The metrics of all replicas that answer, in Prometheus text format."""
+        deployments = [self._engine, self._ingress, *([] if self._prefill is None else [self._prefill])]
+        engines, ingresses, *prefills = await asyncio.gather(*(broadcast(one, "report") for one in deployments))
+        return render([*engines, *itertools.chain(*prefills)], ingresses)
+
+
+async def _health(deployment: DeploymentHandle[Any] | None) -> Health | None:
+    """That of a deployment's best replica; None if none answers."""
+    if deployment is None:
+        return None
+    answers: list[Health] = await broadcast(deployment, "health", enough=lambda answer: answer.healthy)
+    return next((answer for answer in answers if answer.healthy), answers[0] if answers else None)
