@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.pools import PREFILL_OVERRIDES, check_pools
+from engine.pools import PREFILL_OVERRIDES, Pools, check_pools
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -77,9 +77,14 @@ def _check_hosts(config: EngineConfig) -> None:
 
 
 def _check_replicas(config: EngineConfig) -> None:
-    for prefix in ("", "prefill_"):
+    started = Pools.of(config)
+    beginning = "data_parallel_size" if config.disagg_topo is None else "disagg_topo"
+    for prefix, count in (("", started.decode), ("prefill_", started.prefill)):
         fewest, most = getattr(config, f"{prefix}min_replicas"), getattr(config, f"{prefix}max_replicas")
         if most is not None and (fewest or 0) > most:
             raise ValueError(f"{prefix}min_replicas={fewest} is more than {prefix}max_replicas={most}")
+        if most is not None and count > most:
+            given = getattr(config, beginning)
+            raise ValueError(f"{beginning}={given} starts {count} replicas, more than {prefix}max_replicas={most}")
     if is_given(config, "wake_timeout_s") and config.min_replicas != 0:
         raise ValueError(f"wake_timeout_s={config.wake_timeout_s:g} needs min_replicas=0; leave wake_timeout_s out")

@@ -217,6 +217,9 @@ def test_the_application_s_pools_scale_each_by_its_own_signals() -> None:
         ({"min_replicas": 2}, "min_replicas=2 needs max_replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 is more than max_replicas=2"),
         ({"prefill_max_replicas": 2}, "prefill_max_replicas=2 needs disagg_topo"),
+        ({"data_parallel_size": 4, "max_replicas": 2}, "data_parallel_size=4 starts 4 replicas, more than max_"),
+        ({"disagg_topo": "1,3", "max_replicas": 2}, "disagg_topo=1,3 starts 3 replicas, more than max_replicas=2"),
+        ({"disagg_topo": "3,1", "prefill_max_replicas": 2}, "starts 3 replicas, more than prefill_max_replicas=2"),
     ],
 )
 def test_replicas_that_can_t_be_are_refused(options: dict[str, object], words: str) -> None:
