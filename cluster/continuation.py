@@ -31,6 +31,22 @@ FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 
 
+class Losses:
+    """Engines that were lost to one request."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._count_here = 0  # without a token in between
+        self._num_tokens = -1
+
+    def are_too_many(self, num_tokens: int) -> bool:
+        """Counts one more, with so many tokens there. True if the request is to be given up."""
+        self.count += 1
+        self._count_here = self._count_here + 1 if num_tokens == self._num_tokens else 1
+        self._num_tokens = num_tokens
+        return self._count_here >= DEATHS_AT_ONE_TOKEN or self.count >= MAX_DEATHS
+
+
 @dataclass(slots=True)
 class ResumptionCounts:
     """What has become of requests whose engine was lost."""
@@ -58,9 +74,7 @@ class Continuation:
         self._cached: int | None = None  # what the engine of the first token found in its cache
         self._attempts = 0
         self._tries = 0  # since the last engine that took it
-        self._deaths = 0
-        self._deaths_here = 0  # without a token in between
-        self._tokens_at_death = -1
+        self._losses = Losses()
         self._held = False  # whether an engine has it now
         self._interrupted = False
         self._loss = ""  # how the last engine that had it was lost
@@ -138,12 +152,9 @@ class Continuation:
         self.deadline = _now() + self._resume_timeout_s
         if refusal.kind is RefusalKind.MOVED:  # it drains, or was never quite there: nobody's death
             return
-        self._deaths += 1
-        self._deaths_here = self._deaths_here + 1 if len(self._tokens) == self._tokens_at_death else 1
-        self._tokens_at_death = len(self._tokens)
-        if self._deaths_here >= DEATHS_AT_ONE_TOKEN or self._deaths >= MAX_DEATHS:
+        if self._losses.are_too_many(len(self._tokens)):
             self._counts.given_up += 1
-            message = f"{self._deaths} engines failed while they served this request; the last one: {self._loss}"
+            message = f"{self._losses.count} engines failed while they served this request; the last one: {self._loss}"
             raise EngineUnavailableError(message)
 
     def _backoff(self) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.cli.flags import FlagError, FlagParser
@@ -28,6 +30,8 @@ backend's cost model or a TPU slice's roofline, on synthetic load or a trace. do
 
 STEP_MS, PREFILL_MS_PER_TOKEN = 20.0, 0.05
 """An engine of which nothing else is said: about an 8B model on eight chips of v5e."""
+
+STARTUP_S = 60.0
 
 TRANSFER_GB_PER_S, TRANSFER_MS = 5.0, 5.0
 KV_BYTES_PER_TOKEN = 131_072
@@ -63,12 +67,25 @@ def simulate_command(argv: Sequence[str]) -> int:
     for policy in policies:
         if sys.stderr.isatty():
             print(f"simulating {policy} …", file=sys.stderr, flush=True)
-        reports.append(simulate(scenario, policy))
+        with _quiet_engines():
+            reports.append(simulate(scenario, policy))
     if flags.json:
         print(json.dumps([report.to_json() for report in reports], indent=2))
     else:
         print(f"engine: {scenario.model.info.device}; seed {scenario.seed}\n\n{tables(reports)}")
     return 0
+
+
+@contextmanager
+def _quiet_engines() -> Iterator[None]:
+    """What engines log about each of their requests is not about ours."""
+    engine_logger = logging.getLogger("engine")
+    level = engine_logger.level
+    engine_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        engine_logger.setLevel(level)
 
 
 def _policies(text: str) -> list[str]:
@@ -91,12 +108,20 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
         load=load,
         num_requests=flags.requests or (len(load) if isinstance(load, tuple) else 1000),
         trace_speed=flags.trace_speed or 1.0,
-        startup_s=flags.startup_s,
+        startup_s=_startup_s(flags, config),
         failures_s=flags.failures_s,
         prefill_model=prefill_model,
         link=None if prefill_model is None else _link(flags, model),
         seed=flags.seed,
     )
+
+
+def _startup_s(flags: argparse.Namespace, config: EngineConfig) -> float:
+    if flags.startup_s is None:
+        return STARTUP_S
+    if flags.failures_s is None and config.max_replicas is None and config.prefill_max_replicas is None:
+        raise FlagError("--startup_s is about replicas that start later; set --max_replicas or --failures_s as well")
+    return float(flags.startup_s)
 
 
 def _load(flags: argparse.Namespace) -> Shape | tuple[TraceRow, ...]:
@@ -190,9 +215,11 @@ def _parser() -> FlagParser:
     engine.add_argument("--model", help="with --topology: folder, config.json, .gguf file or hub id; no weights needed")
     engine.add_argument("--topology", help="TPU slice that each engine runs on, or a part of: v5e:2x4, v6e-8, ...")
     engine.add_argument(
-        "--startup_s", type=_seconds, default=60.0, help="start-up time of an added replica (default: %(default)s)"
+        "--startup_s", type=_seconds, help=f"start-up time of an added replica (default: {STARTUP_S:g})"
     )
-    engine.add_argument("--failures_s", type=_positive, help="mean time between failures of a replica (default: never)")
+    engine.add_argument(
+        "--failures_s", type=_failures, help="mean time between failures of a replica, from 1 on (default: never)"
+    )
     engine.add_argument(
         "--transfer_gb_per_s",
         type=_positive,
@@ -254,6 +281,10 @@ def _number(text: str, least: float, most: float, what: str) -> float:
 
 def _positive(text: str) -> float:
     return _number(text, 1e-6, 1e9, "a number above 0")
+
+
+def _failures(text: str) -> float:
+    return _number(text, 1, 1e9, "a number of seconds, 1 or more")
 
 
 def _seconds(text: str) -> float:

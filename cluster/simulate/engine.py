@@ -152,6 +152,7 @@ class SimulatedEngine:
         if self._coast is not None:
             self._land()
         self._is_stopped = True
+        self.busy_s -= max(0.0, self.device_free_at - self._timeline.now)  # of steps that it does not come to
         live, self._live = list(self._live.values()), {}
         return [_with_outputs(state) for state in live]
 

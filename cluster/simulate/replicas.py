@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Protocol
 
 from cluster.balancer import Route
+from cluster.continuation import Losses
 from cluster.simulate.engine import SimulatedEngine
 from cluster.simulate.models import EngineModel
 from cluster.simulate.routing import Routers
@@ -31,7 +32,7 @@ class Listener(Protocol):
     def yielded(self, replica: Replica, output: RequestOutput) -> None: ...
 
     def refused(self, request_id: str) -> None:
-        """The engine that was chosen has a full queue."""
+        """The engine that was chosen has a full queue, or the request has lost too many engines."""
         ...
 
 
@@ -71,6 +72,7 @@ class _Open:
     name: str  # what its client knows it by: a resumed request has a name of its own
     route: Route | None = None
     has_begun: bool = False
+    losses: Losses = field(default_factory=Losses)
 
 
 class Pool:
@@ -194,7 +196,7 @@ class Pool:
             open_ = self._open.pop(request.request_id)
             if open_.route is not None:
                 open_.route.balancer.end(open_.route)
-            if not self._resumes:
+            if not self._resumes or open_.losses.are_too_many(len(request.output_token_ids)):
                 self._listener.refused(open_.name)
                 continue
             self.num_resumed += 1

@@ -149,7 +149,8 @@ def _latencies(reports: Sequence[Report]) -> list[list[str]]:
         for name in ("ttft", "tpot", "e2e"):
             numbers = asdict(getattr(report, name)).values()
             label = report.policy if name == "ttft" else ""
-            rows.append([label, name.upper(), *(f"{number:.2f}" for number in numbers)])
+            cells = (f"{number:.2f}" if math.isfinite(number) else "-" for number in numbers)
+            rows.append([label, name.upper(), *cells])
     return rows
 
 

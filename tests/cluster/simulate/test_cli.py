@@ -47,6 +47,19 @@ def test_nothing_is_lost_when_replicas_fail(capsys: pytest.CaptureFixture[str]) 
     assert report["output_tokens"] == 150 * 20
 
 
+def test_requests_that_lose_engine_after_engine_are_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    (report,) = run(capsys, "--failures_s=1", "--output_tokens=2000", "--routing_policy=prefix")
+    assert report["refused"] == report["requests"] == 150
+    assert report["pools"][0]["utilization"] <= 1
+    assert simulate_command(["--requests=5", "--failures_s=1", "--output_tokens=2000", "--routing_policy=prefix"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_what_engines_log_is_not_shown(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    run(capsys, "--disagg_topo=2,2", "--failures_s=3", "--startup_s=1", "--routing_policy=prefix")
+    assert not caplog.records
+
+
 def test_replicas_are_added_for_a_load_and_stopped_after_it(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--max_replicas=6", "--max_decode_seqs=16", "--startup_s=2", "--routing_policy=least_loaded")
     (report,) = run(capsys, *flags, "--arrival=bursty", "--rate=40", "--requests=600", "--slo_ttft_ms=300")
@@ -81,6 +94,8 @@ def test_a_slice_s_roofline_gives_the_times_of_a_plan(capsys: pytest.CaptureFixt
         (["--burstiness=2"], "needs --arrival=bursty"),
         (["--think_s=2"], "needs --turns of 2 or more"),
         (["--max_replicas=2", "--min_replicas=3"], "min_replicas=3 is more than max_replicas=2"),
+        (["--failures_s=0.5"], "--failures_s: 0.5 is not a number of seconds, 1 or more"),
+        (["--startup_s=3"], "--startup_s is about replicas that start later"),
         (["--transfer_ms=3"], "--transfer_ms is about prefill and decode pools"),
         (["--disagg_topo=1"], "give prefill and decode replicas as P,D"),
         (["--max_model_len=0"], "max_model_len"),
