@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from cluster.cli.bench.report import Statistics, align
+from cluster.latencies import Statistics, align
 from cluster.plan.workload import Slo
 from cluster.simulate.replicas import Pool, Replica
 from cluster.simulate.simulation import RequestRecord, Simulation
 from cluster.simulate.timeline import START
+
+LATENCIES = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +53,7 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Plain dicts and numbers; a statistic of nothing is null."""
-        plain = asdict(self)
-        for name in ("ttft", "tpot", "e2e"):
-            plain[name] = {key: value if math.isfinite(value) else None for key, value in plain[name].items()}
-        return plain
+        return asdict(self) | {name: getattr(self, name).to_json() for name in LATENCIES}
 
 
 def summarize(policy: str, simulation: Simulation, pools: Sequence[Pool], slo: Slo | None) -> Report:
@@ -146,11 +144,9 @@ def _throughput(reports: Sequence[Report]) -> list[list[str]]:
 def _latencies(reports: Sequence[Report]) -> list[list[str]]:
     rows = [["policy", "ms", "mean", "p50", "p95", "p99"]]
     for report in reports:
-        for name in ("ttft", "tpot", "e2e"):
-            numbers = asdict(getattr(report, name)).values()
-            label = report.policy if name == "ttft" else ""
-            cells = (f"{number:.2f}" if math.isfinite(number) else "-" for number in numbers)
-            rows.append([label, name.upper(), *cells])
+        for name in LATENCIES:
+            label = report.policy if name == LATENCIES[0] else ""
+            rows.append([label, name.upper(), *getattr(report, name).cells()])
     return rows
 
 

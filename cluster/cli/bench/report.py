@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from cluster.cli.bench.driver import LevelResult, RequestRecord
+from cluster.latencies import Statistics, align
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Statistics:
-    """Of a latency, in milliseconds."""
-
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Statistics:
-        ordered = sorted(1e3 * value for value in seconds)
-        if not ordered:
-            return cls(mean=math.nan, p50=math.nan, p95=math.nan, p99=math.nan)
-        p50, p95, p99 = (_percentile(ordered, share) for share in (0.50, 0.95, 0.99))
-        return cls(mean=sum(ordered) / len(ordered), p50=p50, p95=p95, p99=p99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +48,7 @@ class LevelReport:
 
     def to_json(self) -> dict[str, object]:
         """Plain dicts and numbers; a statistic of nothing is null."""
-        return {
-            key: {name: _finite(number) for name, number in value.items()} if key in METRICS else value
-            for key, value in asdict(self).items()
-        }
+        return asdict(self) | {metric: getattr(self, metric).to_json() for metric in METRICS}
 
 
 def summarize(result: LevelResult, objective: Objective | None) -> LevelReport:
@@ -119,26 +98,6 @@ def table(reports: Sequence[LevelReport], *, by_rate: bool) -> str:
     latency = [[load, "ms", "mean", "p50", "p95", "p99"]]
     for report in reports:
         for index, metric in enumerate(METRICS):
-            numbers = asdict(getattr(report, metric)).values()
             label = report.level if index == 0 else ""
-            latency.append([label, metric.upper(), *(f"{number:.2f}" for number in numbers)])
+            latency.append([label, metric.upper(), *getattr(report, metric).cells()])
     return f"{align(throughput)}\n\n{align(latency)}"
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text in right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy does by default."""
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.bench.driver import Level, LevelResult, RequestRecord
-from cluster.cli.bench.report import Objective, Statistics, summarize
+from cluster.cli.bench.report import Objective, summarize
 from cluster.cli.bench.stream import StreamReader
 from cluster.cli.bench.workload import PromptShape, WorkloadError, jsonl_items, poisson_offsets, random_items
 from cluster.cli.main import main
+from cluster.latencies import Statistics
 from tests.cluster.cli.fake_server import FakeServer
 
 
