@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cluster import frames
-from cluster.messages import Refusal, RefusalKind
+from cluster.messages import Refusal
 from cluster.outbox import Connection
 from cluster.publisher import Publisher
-from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
+from cluster.submission import submit
+from engine.core import EngineCore
 from engine.news import EngineNews
 from engine.request import EngineRequest, FinishReason, RequestOutput
 
@@ -79,7 +80,7 @@ class Admissions:
         admission = Admission(
             request_id=request.request_id, stream=stream, connection=connection, ended=self._loop.create_future()
         )
-        refusal = self._submit(request)
+        refusal = submit(self._engine, request)
         if refusal is None:
             self._running[request.request_id] = admission
             connection.post([(stream, RequestOutput(request_id=request.request_id))])
@@ -178,22 +179,6 @@ class Admissions:
             connection.post(per_ingress.get(connection, ()), news)
 
     # -- inside
-
-    def _submit(self, request: EngineRequest) -> Refusal | None:
-        try:
-            if self._engine is None:
-                raise EngineStoppedError("the engine is not loaded")
-            state = self._engine.health()
-            if not state.healthy:  # it would wait there until the replica is replaced; another one may do better
-                raise EngineStoppedError(state.reason)
-            self._engine.submit(request)
-        except InvalidRequestError as error:
-            return Refusal(kind=RefusalKind.INVALID, message=str(error), field=error.field)
-        except QueueFullError as error:
-            return Refusal(kind=RefusalKind.OVERLOADED, message=str(error))
-        except EngineStoppedError as error:
-            return Refusal(kind=RefusalKind.UNAVAILABLE, message=str(error))
-        return None
 
     def _call_missed(self, admission: Admission) -> None:
         del self._meetings[admission.request_id]

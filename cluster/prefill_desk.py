@@ -12,7 +12,8 @@ from collections import deque
 from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.kv_transfer.table import TransferTable
 from cluster.messages import Refusal, RefusalKind
-from engine.core import EngineCore, EngineStoppedError, InvalidRequestError, QueueFullError
+from cluster.submission import submit
+from engine.core import EngineCore
 from engine.request import RequestOutput
 
 GIVEN_UP = Refusal(kind=RefusalKind.UNAVAILABLE, message="the prompt was given up")
@@ -39,7 +40,7 @@ class PrefillDesk:
         try:
             transfer = await self._table.open(ticket.transfer, order.num_bytes)
             submitted_at = time.monotonic()
-            refusal = GIVEN_UP if transfer.failure else self._submit(order)
+            refusal = GIVEN_UP if transfer.failure else submit(self._engine, order.request)
             output = None
             if refusal is None:
                 async with self._table.call(ticket.transfer):
@@ -85,16 +86,3 @@ class PrefillDesk:
         while self._outputs:
             output = self._outputs.popleft()
             self._table.take_output(output)
-
-    def _submit(self, order: PrefillOrder) -> Refusal | None:
-        try:
-            if self._engine is None:
-                raise EngineStoppedError("the engine is not loaded")
-            self._engine.submit(order.request)
-        except InvalidRequestError as error:
-            return Refusal(kind=RefusalKind.INVALID, message=str(error), field=error.field)
-        except QueueFullError as error:
-            return Refusal(kind=RefusalKind.OVERLOADED, message=str(error))
-        except EngineStoppedError as error:
-            return Refusal(kind=RefusalKind.UNAVAILABLE, message=str(error))
-        return None
