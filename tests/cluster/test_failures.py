@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+from ray import serve
 
 from tests.cluster.apps import completion, deployed, eventually, metric, replica_processes
 
@@ -16,6 +17,8 @@ def health(url: str) -> httpx.Response:
 
 def test_an_engine_that_dies_is_replaced_and_its_streams_go_on_with_the_new_one(serve_url: str) -> None:
     with deployed(serve_url, "frail", mock_step_ms=20) as url:
+        deployments = serve.status().applications["frail"].deployments
+        assert [dict(d.replica_states) for d in deployments.values()] == [{"RUNNING": 1}] * 2
         whole = completion(url, max_tokens=80, temperature=0).json()
         [engine] = replica_processes("frail", "Engine")
         body = {"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -29,6 +32,7 @@ def test_an_engine_that_dies_is_replaced_and_its_streams_go_on_with_the_new_one(
                         killed = True
         assert text == whole["choices"][0]["text"]
         assert replica_processes("frail", "Engine") != [engine]
+        eventually(lambda: serve.status().applications["frail"].status == "RUNNING", 60)  # UNHEALTHY until then
         assert health(url).status_code == 200
 
 

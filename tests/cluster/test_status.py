@@ -10,7 +10,7 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from cluster import ray_compat
 from cluster.app import build_app
-from tests.cluster.apps import completion, deployed, eventually, replica_processes
+from tests.cluster.apps import eventually
 
 pytestmark = pytest.mark.usefixtures("serve_url")
 
@@ -35,17 +35,3 @@ def test_a_deployment_that_can_not_start_ends_with_one_line_that_says_why(tmp_pa
             assert "model_files.py" not in deployment.message  # the way to the error is for the log
     finally:
         serve.delete("nomodel")
-
-
-def test_a_replica_that_died_is_replaced_and_the_application_runs_again(serve_url: str) -> None:
-    with deployed(serve_url, "replaced") as url:
-        assert {name: dict(d.replica_states) for name, d in status("replaced").deployments.items()} == {
-            "Engine": {"RUNNING": 1},
-            "Ingress": {"RUNNING": 1},
-        }
-        [engine] = replica_processes("replaced", "Engine")
-        engine.kill()
-        eventually(lambda: [p.pid for p in replica_processes("replaced", "Engine")] not in ([], [engine.pid]))
-        eventually(lambda: status("replaced").status == "RUNNING", timeout_s=60)  # UNHEALTHY until then
-        assert status("replaced").deployments["Engine"].status == "HEALTHY"
-        assert completion(url).status_code == 200

@@ -23,6 +23,7 @@ from bench.compile_matrix import Case, prove
 from cluster.topology import TpuSlice, tpu_slices
 from engine.backend import BackendError
 from engine.config import EngineConfig
+from tests.backends.models import tiny_llama
 
 needs_libtpu = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import libtpu"], capture_output=True, check=False).returncode != 0,
@@ -124,9 +125,14 @@ def test_a_damaged_program_is_compiled_instead(tmp_path: Path, caplog: pytest.Lo
 
 def test_a_server_finds_what_was_compiled_from_shapes_alone(tmp_path: Path) -> None:
     """What `sliceserve compile` does with a topology's devices, with this machine's."""
-    options: dict[str, Any] = {"load_format": "dummy", "num_blocks": 16, "max_model_len": 64, "max_decode_seqs": 8}
+    options: dict[str, Any] = {"num_blocks": 16, "block_size": 8, "max_model_len": 64, "max_decode_seqs": 8}
     config = EngineConfig(
-        backend="cpu", tensor_parallel_size=2, attention="xla", compilation_cache_dir=str(tmp_path), **options
+        model=str(tiny_llama(tmp_path / "model")),
+        backend="cpu",
+        tensor_parallel_size=2,
+        attention="xla",
+        compilation_cache_dir=str(tmp_path),
+        **options,
     )
     backend = JaxBackend(config)
     backend.load()

@@ -107,7 +107,7 @@ def test_a_repeated_prompt_is_found_in_the_cache(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def warm(model: Path) -> Iterator[Engine]:
-    with engine(**options(model, warmup=True, max_running_seqs=32)) as running:
+    with engine(**options(model, warmup=True)) as running:
         yield running
 
 
