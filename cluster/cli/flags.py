@@ -10,7 +10,7 @@ import argparse
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
@@ -66,15 +66,26 @@ def _underscores(token: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per option of EngineConfig, in the groups of the documentation."""
+def add_config_flags(
+    parser: argparse.ArgumentParser, names: Iterable[str] | None = None, defaults: Mapping[str, object] | None = None
+) -> None:
+    """Adds one flag per option of EngineConfig, in the groups of the documentation.
+
+    Args:
+        names: the options; None: all.
+        defaults: that the command has in place of the option's own.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
+    wanted = None if names is None else frozenset(names)
     for name, field in EngineConfig.model_fields.items():
+        if wanted is not None and name not in wanted:
+            continue
         title = group_of(field)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
+        default = (defaults or {}).get(name, field.default)
         for spelling in filter(None, (name, field.alias)):
-            _add_flag(groups[title], spelling, field, canonical=name)
+            _add_flag(groups[title], spelling, field, canonical=name, default=default)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, str]:
@@ -104,9 +115,11 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _add_flag(group: argparse._ArgumentGroup, spelling: str, field: FieldInfo, *, canonical: str) -> None:
-    default = f" (default: {field.default})" if field.default is not None else ""
-    text = f"{field.description}{default}" if spelling == canonical else f"Another name of --{canonical}."
+def _add_flag(
+    group: argparse._ArgumentGroup, spelling: str, field: FieldInfo, *, canonical: str, default: object
+) -> None:
+    shown = f" (default: {default})" if default is not None else ""
+    text = f"{field.description}{shown}" if spelling == canonical else f"Another name of --{canonical}."
     text = text.replace("`", "").replace("%", "%%")
     kind = kind_of(field)
     if kind != "true|false":

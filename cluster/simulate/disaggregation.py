@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.simulate.engine import SAMPLED
+from cluster.simulate.kv import NoPayload
 from cluster.simulate.replicas import DoneAt, Pool, Replica
 from cluster.simulate.timeline import Timeline
-from engine.kv_blocks import KVBlocks, KVPayload
 from engine.kv_connector import KVArrived, KVComplete, KVConnector, KVDemand, KVEvent, KVExport
 from engine.request import EngineRequest, RequestOutput
 
@@ -28,14 +28,6 @@ class LinkModel:
 
     def seconds(self, num_tokens: int) -> float:
         return num_tokens * self.bytes_per_token / self.bytes_per_s
-
-
-class _NoPayload(KVPayload):
-    def shares(self) -> Sequence[KVBlocks]:
-        return ()
-
-
-NO_PAYLOAD = _NoPayload()
 
 
 class PrefillConnector(KVConnector):
@@ -166,7 +158,7 @@ class PrefillDesk:
         order.arrived_at = begin + seconds + self._link.latency_s
         self.transfer_s += seconds
         self.num_transfers += 1
-        arrived = KVArrived(request_id=order.request_id, start=export.start, end=export.end, payload=NO_PAYLOAD)
+        arrived = KVArrived(request_id=order.request_id, start=export.start, end=export.end, payload=NoPayload())
         self._timeline.at(order.arrived_at, lambda: self._tell(order, arrived))
 
     def _tell(self, order: Order, event: KVEvent) -> None:

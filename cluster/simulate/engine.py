@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cluster.simulate.kv import NoBlocks
 from cluster.simulate.models import EngineModel
 from cluster.simulate.timeline import Timeline
 from engine.batch import Int32, StepBatch, StepResult
 from engine.core import QueueFullError
-from engine.kv_blocks import KVBlocks, KVPayload, PendingBlocks
 from engine.kv_connector import KVConnector
 from engine.kv_exports import KVExports
 from engine.kv_imports import KVExchange
@@ -81,9 +81,9 @@ class SimulatedEngine:
         exchange = None
         if connector is not None:
             connector.attach(self._wake)
-            exchange = KVExchange(connector=connector, write_blocks=_write_nothing)
-            size = model.info.block_size
-            self._exports = KVExports(connector, _NoBlocks(), block_size=size, metrics=self.metrics)
+            cache, size = NoBlocks(), model.info.block_size
+            exchange = KVExchange(connector=connector, write_blocks=cache.write_blocks)
+            self._exports = KVExports(connector, cache, block_size=size, metrics=self.metrics)
         self._scheduler = Scheduler(
             model.limits, model.info, self.metrics, clock=timeline, journal=self._journal, exchange=exchange
         )
@@ -281,20 +281,6 @@ class SimulatedEngine:
                 del self._live[output.request_id]
         if outputs:
             self._emit(outputs)
-
-
-class _NoBlocks(PendingBlocks):
-    """What is read from a cache without content."""
-
-    def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:  # noqa: ARG002
-        return self
-
-    def result(self) -> Sequence[KVBlocks]:
-        return ()
-
-
-def _write_nothing(block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
-    """KV that arrives is kept account of only."""
 
 
 def _with_outputs(state: RequestState) -> EngineRequest:
