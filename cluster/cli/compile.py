@@ -18,6 +18,7 @@ from cluster.plan.errors import PlanError
 from cluster.topology import TopologyError, TpuSlice, find_topology
 from engine.backend import BackendError
 from engine.config import GIB, ConfigError, EngineConfig
+from engine.pools import PREFILL_OVERRIDES
 
 
 def compile_command(argv: Sequence[str]) -> int:
@@ -26,14 +27,17 @@ def compile_command(argv: Sequence[str]) -> int:
     try:
         flags = parser.parse(argv)
         options = given(flags)
-        name = options.pop("topology", None)
-        if name is None:
+        slice_name = options.pop("topology", None)
+        if slice_name is None:
             raise FlagError("--topology is missing: name a slice, such as --topology=v5e:2x4")
-        topology = _tpu_slice(name)
+        topology = _tpu_slice(slice_name)
         threads = _positive("threads", flags.threads)
         config = EngineConfig.from_args({**options, "backend": "tpu"})
         if config.num_hosts > 1:
             raise FlagError(f"--num_hosts={config.num_hosts}: several hosts can't load such programs; leave it out")
+        for name, own in PREFILL_OVERRIDES.items():
+            if getattr(config, name) is not None:
+                raise FlagError(f"--{name}: pools are compiled one by one; give --{own} in a command of its own")
         if config.compilation_cache_dir is not None:
             raise FlagError("--compilation_cache_dir is the server's option; say here where to with --out")
         return _compile(config, topology, flags.out, threads)

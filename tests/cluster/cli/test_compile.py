@@ -19,6 +19,7 @@ from engine.config import EngineConfig
         (["--topology=inf2.48xlarge"], 2, "programs are compiled for TPUs only"),
         (["--topology=v5e:2x2", "--threads=0"], 2, "--threads=0: use a number from 1 on"),
         (["--topology=v5e:4x4", "--num_hosts=2", "--tensor_parallel_size=16"], 2, "--num_hosts=2: several hosts"),
+        (["--topology=v5e:2x2", "--disagg_topo=1,1", "--prefill_block_size=16"], 2, "give --block_size in a command"),
         (["--topology=v5e:2x2", "--tensor_parallel=4"], 2, "did you mean --tensor_parallel_size?"),
         (["--topology=v5e:1x1", "--model=nobody/nothing"], 1, "no model 'nobody/nothing' here"),
     ],
