@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from backends.mock import MockBackend, mock_tokens
+from cluster.gang.backend import GangBackend
 from cluster.prefix_store import writer
 from cluster.prefix_store.connector import PrefixStoreConnector
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from tests.cluster.apps import eventually
+from tests.cluster.gang.local_gang import LocalLauncher
 from tests.cluster.prefix_store.fake_store import FakeClient, FakeStore
 
 
@@ -27,7 +29,8 @@ class Engine:
         self.config = EngineConfig.from_args(
             {"backend": "mock", "block_size": 8, "max_model_len": 512, "kv_store": "object_store", **options}
         )
-        backend = MockBackend(self.config, check=True)
+        hosts = [MockBackend(self.config, check=True) for _ in range(self.config.num_hosts)]
+        backend = hosts[0] if len(hosts) == 1 else GangBackend(self.config, LocalLauncher(hosts))
         self.connector = PrefixStoreConnector(self.config, backend, FakeClient(store))
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.emitted_at: list[float] = []
@@ -94,6 +97,20 @@ def test_a_cold_engine_answers_with_the_prefix_that_another_one_computed(start: 
     cold.submit("salted", tokens, cache_salt="another tenant")
     eventually(lambda: cold.ended("salted"))
     assert cold.outputs["salted"][-1].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("hosts", [(2, 1), (1, 2), (2, 2)])
+def test_engines_on_several_hosts_store_and_find_what_those_on_one_do(start: Start, hosts: tuple[int, int]) -> None:
+    store = FakeStore()
+    warm, cold = (start(store, num_hosts=count, tensor_parallel_size=count) for count in hosts)
+    tokens = prompt(1, 203)
+    warm.submit("a", tokens)
+    eventually(lambda: warm.ended("a") and cold.knows(25))
+    cold.submit("b", tokens)
+    eventually(lambda: cold.ended("b"))
+    assert cold.tokens("b") == mock_tokens(tokens, 10)
+    assert cold.outputs["b"][-1].num_cached_tokens == 200
+    assert cold.metric("kv_store_hit_tokens") == 200
 
 
 def test_what_an_engine_had_to_give_up_comes_back_from_the_store(start: Start) -> None:
