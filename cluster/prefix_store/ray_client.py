@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayError
 
+from cluster import ray_compat
 from cluster.prefix_store.actor import find_or_create
 from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoredKVLostError, StoreError
 from cluster.prefix_store.messages import Changes, Version
@@ -64,8 +65,9 @@ class RayStoreClient(StoreClient):
     def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
         runs = self._ask("find", space, list(block_hashes), timeout_s=timeout_s)
         found = [Found(run=run, content=content) for run, content in runs]
-        with contextlib.suppress(RayError):  # begins to bring all of them here; waits for none
-            ray.wait(_distinct([item.content[0] for item in found]), timeout=0) if len(found) > 1 else None
+        if len(found) > 1:
+            with contextlib.suppress(RayError):  # begins to bring all of them here; waits for none
+                ray.wait(list(dict.fromkeys(item.content[0] for item in found)), timeout=0)
         return found
 
     def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
@@ -99,8 +101,8 @@ class RayStoreClient(StoreClient):
 
     def _capacity_bytes(self) -> int:
         """How much of this node the store may take."""
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        memory = sum(n["Resources"].get("object_store_memory", 0.0) for n in nodes if n["NodeID"] == self._node)
+        here = [node.resources for node in ray_compat.nodes() if node.id == self._node]
+        memory = sum(resources.get("object_store_memory", 0.0) for resources in here)
         wanted, largest = self._wanted_bytes, int(LARGEST_SHARE * memory)
         if wanted is None:
             return int(DEFAULT_SHARE * memory)
@@ -112,7 +114,3 @@ class RayStoreClient(StoreClient):
                 largest / 2**30,
             )
         return min(wanted, largest)
-
-
-def _distinct(refs: list[Any]) -> list[Any]:
-    return list(dict.fromkeys(refs))
