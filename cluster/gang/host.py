@@ -92,8 +92,7 @@ class Host:
                 self._send(Kind.DONE, message.number, wire.pack((message.checksum, tokens, compiled, shown)))
 
     def _beat(self) -> None:
-        while True:
-            self._send(Kind.BEAT, 0, b"")
+        while self._send(Kind.BEAT, 0, b""):
             time.sleep(BEAT_INTERVAL_S)
 
     # -- commands
@@ -136,13 +135,16 @@ class Host:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, kind: Kind, number: int, payload: bytes) -> None:
+    def _send(self, kind: Kind, number: int, payload: bytes) -> bool:
+        """False if there is no leader any more."""
         data = wire.encode(kind, number, payload)
         try:
             with self._sending:
                 self._line.sendall(data)
         except OSError:  # the reading thread notices, too
             self._leader_lost()
+            return False
+        return True
 
 
 class _Failing:

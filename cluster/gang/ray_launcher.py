@@ -27,7 +27,8 @@ START_TIMEOUT_S = 120.0
 KILL_AFTER_S = 0.5
 """Ray ends a process of this machine sooner, unless it is stopped."""
 THREADS = 4
-"""Of an actor: KV comes and goes while its leader commands it."""
+"""Of an actor: KV comes and goes while its leader commands it. More than there are at a time who wait for shares (two
+readers of transfers, the prefix store's writer): what `receive` brings is what they may be waiting for."""
 
 
 def worker_name(application: str, replica: str) -> str:
