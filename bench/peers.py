@@ -1,6 +1,6 @@
-"""Starts a server, puts `sliceserve bench` on it, stops it: what the comparisons in this folder share.
+"""Starts a server, puts `sliceserve bench` on it, stops it: what the measurements in this folder share.
 
-Every server gets the same prompts in the same order from the same client, one server at a time.
+In a comparison every server gets the same prompts in the same order from the same client, one server at a time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ class Peer:
         return f"http://127.0.0.1:{self.port}"
 
 
-def sliceserve(model: Path, port: int, extra: Sequence[str] = ()) -> Peer:
+def serving(port: int, *flags: str) -> Peer:
     """Ours, as a user starts it."""
-    flags = [f"--model={model}", f"--port={port}", "--dtype=bfloat16", "--max_model_len=2048", *extra]
-    return Peer(name="sliceserve", command=[sys.executable, "-m", "cluster.cli.main", "serve", *flags], port=port)
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", f"--port={port}", *flags]
+    return Peer(name="sliceserve", command=command, port=port)
+
+
+def sliceserve(model: Path, port: int, extra: Sequence[str] = ()) -> Peer:
+    """Ours with a model that it is compared by."""
+    return serving(port, f"--model={model}", "--dtype=bfloat16", "--max_model_len=2048", *extra)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What routing by prefix brings: time to first token and balance of four mock engines, policy by policy, through HTTP.
 
-    python bench/routing.py                                 # all policies
-    python bench/routing.py --policies=prefix,round_robin --requests=200 --rate=6
+    python -m bench.routing                                 # all policies
+    python -m bench.routing --policies=prefix,round_robin --requests=200 --rate=6
 
 Starts `sliceserve serve --backend=mock --data-parallel-size=4` for each policy, with engines that take their time for
 prefill and caches that hold a part of the prefixes each, and sends it two workloads at Poisson times. *shared*: prompts
@@ -15,18 +15,16 @@ import argparse
 import asyncio
 import os
 import random
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from bench.peers import running, serving
 
 REPLICAS = 4
 BLOCK = 32
@@ -120,22 +118,11 @@ def _imbalance(by_replica: dict[str, float]) -> float:
 @contextmanager
 def server(policy: str, port: int) -> Iterator[None]:
     """A running `sliceserve serve` with four mock engines."""
-    options = {"backend": "mock", "data-parallel-size": REPLICAS, "routing-policy": policy, "port": port, **ENGINE}
-    command = [str(Path(sys.executable).with_name("sliceserve")), "serve", *(f"--{k}={v}" for k, v in options.items())]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-        watchdog.start()
-        try:
-            if not any(line.startswith("ready") for line in process.stderr):
-                raise RuntimeError("the server did not start")
-            watchdog.cancel()
-            _wait_for_all(port)
-            yield
-        finally:
-            watchdog.cancel()
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+    options = {"backend": "mock", "data-parallel-size": REPLICAS, "routing-policy": policy, **ENGINE}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    with running(serving(port, *flags), start_deadline_s=START_TIMEOUT_S):
+        _wait_for_all(port)
+        yield
 
 
 def _wait_for_all(port: int) -> None:

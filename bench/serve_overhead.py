@@ -1,7 +1,7 @@
 """What the serving layer costs: tokens/s and time to first token through HTTP with an engine that takes no time.
 
-    python bench/serve_overhead.py                 # both front ends: Serve's Python proxy and HAProxy
-    python bench/serve_overhead.py --front=haproxy --streams=64 --tokens=512
+    python -m bench.serve_overhead                 # both front ends: Serve's Python proxy and HAProxy
+    python -m bench.serve_overhead --front=haproxy --streams=64 --tokens=512
 
 Starts `sliceserve serve --backend=mock` for each front end, so that everything but the model is real: HTTP, tokenizer,
 detokenizer, Serve, the engine's scheduler. Client and server share this machine's cores. Not part of `make test`.
@@ -13,18 +13,16 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from backends import create_backend
+from bench.peers import running, serving
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import EngineRequest, RequestOutput, SamplingParams
@@ -136,27 +134,11 @@ def engine_ttft_ms() -> float:
 @contextmanager
 def server(front: str, port: int) -> Iterator[None]:
     """A running `sliceserve serve` with the mock backend."""
-    program = str(Path(sys.executable).with_name("sliceserve"))
-    command = [program, "serve", "--backend=mock", f"--port={port}", *(["--haproxy"] if front == "haproxy" else [])]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-        watchdog.start()
-        try:
-            for line in process.stderr:
-                print(f"  {line.rstrip()}", file=sys.stderr)
-                if line.startswith("ready"):
-                    break
-            else:
-                raise RuntimeError("the server did not start")
-            watchdog.cancel()
-            if front == "haproxy":
-                time.sleep(HAPROXY_SETTLE_S)
-            yield
-        finally:
-            watchdog.cancel()
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+    flags = ["--haproxy"] if front == "haproxy" else []
+    with running(serving(port, "--backend=mock", *flags), start_deadline_s=START_TIMEOUT_S):
+        if front == "haproxy":
+            time.sleep(HAPROXY_SETTLE_S)
+        yield
 
 
 def main() -> int:
