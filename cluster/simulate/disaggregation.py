@@ -30,11 +30,11 @@ class LinkModel:
         return num_tokens * self.bytes_per_token / self.bytes_per_s
 
 
-class PrefillConnector(KVConnector):
-    """A prefill engine's: tells the desk which chunks have been dispatched."""
+class SimulatedPrefillConnector(KVConnector):
+    """A prefill engine's: tells the courier which chunks have been dispatched."""
 
-    def __init__(self, desk: PrefillDesk, done_at: DoneAt) -> None:
-        self._desk = desk
+    def __init__(self, courier: Courier, done_at: DoneAt) -> None:
+        self._courier = courier
         self.done_at = done_at
         self.link_free_at = 0.0
 
@@ -42,14 +42,14 @@ class PrefillConnector(KVConnector):
         return ()
 
     def exported(self, export: KVExport) -> None:
-        self._desk.exported(self, export)
+        self._courier.exported(self, export)
 
 
-class DecodeConnector(KVConnector):
+class SimulatedDecodeConnector(KVConnector):
     """A decode engine's: has long prompts computed elsewhere."""
 
-    def __init__(self, desk: PrefillDesk, threshold: PrefillThreshold) -> None:
-        self._desk = desk
+    def __init__(self, courier: Courier, threshold: PrefillThreshold) -> None:
+        self._courier = courier
         self._threshold = threshold
         self._events: list[KVEvent] = []
         self._wake: Callable[[], None] = lambda: None
@@ -63,13 +63,13 @@ class DecodeConnector(KVConnector):
         num_tokens = len(demand.token_ids)
         if num_tokens - demand.num_cached_tokens < max(1, self._threshold.tokens):
             return None
-        order = self._desk.order(self, demand)
+        order = self._courier.order(self, demand)
         if order is not None:
             self._orders[demand.request.request_id] = order
         return None if order is None else num_tokens
 
     def cancel(self, request_id: str) -> None:
-        self._desk.give_up(self._orders.pop(request_id))
+        self._courier.give_up(self._orders.pop(request_id))
         self._events = [event for event in self._events if event.request_id != request_id]
 
     def events(self) -> Sequence[KVEvent]:
@@ -92,7 +92,7 @@ class Order:
     """One prompt on its way through the prefill pool."""
 
     name: str
-    decode: DecodeConnector
+    decode: SimulatedDecodeConnector
     request_id: str  # the decode engine's
     num_tokens: int
     num_cached_tokens: int  # at the decode engine
@@ -101,7 +101,7 @@ class Order:
     is_open: bool = True
 
 
-class PrefillDesk:
+class Courier:
     """Between the pools. Listens to the prefill pool."""
 
     def __init__(self, timeline: Timeline, link: LinkModel) -> None:
@@ -110,10 +110,8 @@ class PrefillDesk:
         self._orders: dict[str, Order] = {}
         self._num_orders = 0
         self.pool: Pool
-        self.transfer_s = 0.0
-        self.num_transfers = 0
 
-    def order(self, decode: DecodeConnector, demand: KVDemand) -> Order | None:
+    def order(self, decode: SimulatedDecodeConnector, demand: KVDemand) -> Order | None:
         """Gives a prompt to the prefill pool; None if it has no replica."""
         if not self.pool.num_ready:
             return None
@@ -147,7 +145,7 @@ class PrefillDesk:
         order.is_open = False
         self._orders.pop(order.name, None)
 
-    def exported(self, prefill: PrefillConnector, export: KVExport) -> None:
+    def exported(self, prefill: SimulatedPrefillConnector, export: KVExport) -> None:
         """A chunk has been dispatched."""
         order = self._orders.get(export.request_id)
         if order is None:
@@ -156,8 +154,6 @@ class PrefillDesk:
         seconds = self._link.seconds(export.end - export.start)
         prefill.link_free_at = order.decode.link_free_at = begin + seconds
         order.arrived_at = begin + seconds + self._link.latency_s
-        self.transfer_s += seconds
-        self.num_transfers += 1
         arrived = KVArrived(request_id=order.request_id, start=export.start, end=export.end, payload=NoPayload())
         self._timeline.at(order.arrived_at, lambda: self._tell(order, arrived))
 

@@ -10,7 +10,7 @@ from cluster.autoscaling import scaling_options
 from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.plan.workload import Slo
 from cluster.roles import Role
-from cluster.simulate.disaggregation import DecodeConnector, LinkModel, PrefillConnector, PrefillDesk
+from cluster.simulate.disaggregation import Courier, LinkModel, SimulatedDecodeConnector, SimulatedPrefillConnector
 from cluster.simulate.models import EngineModel
 from cluster.simulate.replicas import DoneAt, Listener, Pool
 from cluster.simulate.report import Report, summarize
@@ -69,15 +69,15 @@ class _Cluster:
         self._timeline = Timeline()
         self._simulation = Simulation(self._timeline, scenario.jobs(), scenario.num_requests)
         self._pools: list[Pool] = []
-        desk = self._prefill_pool() if scenario.prefill_model is not None else None
-        role = Role.UNIFIED if desk is None else Role.DECODE
+        courier = self._prefill_pool() if scenario.prefill_model is not None else None
+        role = Role.UNIFIED if courier is None else Role.DECODE
         fixed = scenario.config.disagg_min_prefill_tokens
         pool = self._pool(
             role,
             scenario.config,
             scenario.model,
             self._simulation,
-            connect=None if desk is None else lambda _: DecodeConnector(desk, PrefillThreshold(fixed)),
+            connect=None if courier is None else lambda _: SimulatedDecodeConnector(courier, PrefillThreshold(fixed)),
         )
         self._simulation.serve_with(pool)
 
@@ -85,19 +85,19 @@ class _Cluster:
         self._simulation.run()
         return summarize(self._policy, self._simulation, self._pools, self._scenario.slo)
 
-    def _prefill_pool(self) -> PrefillDesk:
+    def _prefill_pool(self) -> Courier:
         scenario = self._scenario
         assert scenario.prefill_model is not None
         assert scenario.link is not None
-        desk = PrefillDesk(self._timeline, scenario.link)
-        desk.pool = self._pool(
+        courier = Courier(self._timeline, scenario.link)
+        courier.pool = self._pool(
             Role.PREFILL,
             prefill_config(scenario.config),
             scenario.prefill_model,
-            desk,
-            connect=lambda done_at: PrefillConnector(desk, done_at),
+            courier,
+            connect=lambda done_at: SimulatedPrefillConnector(courier, done_at),
         )
-        return desk
+        return courier
 
     def _pool(
         self,
