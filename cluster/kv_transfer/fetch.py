@@ -95,6 +95,7 @@ class Fetch:
         self._num_delivered = 0  # chunks
         self._arrivals: dict[int, list[_Arrival]] = {}  # by chunk, of those before which one is missing
         self._calls: set[asyncio.Task[None]] = set()
+        self._errors: list[Exception] = []  # of calls
         self._num_asked = 0  # chunks
         self._num_awaited = 0
         self._has_ended = False  # there are no more chunks than have been asked for
@@ -110,26 +111,28 @@ class Fetch:
             PrefillError: not all has come; the last event is not delivered.
         """
         self._began_at = time.monotonic()
-        try:
-            async with asyncio.timeout(CHOICE_TIMEOUT_S):
-                replica = await self._pool.choose(self._demand.request, self._transfer)
-        except (TimeoutError, PrefillError) as error:
-            failure = error if isinstance(error, PrefillError) else PrefillError("unavailable", NOBODY)
-            failure.nobody_is_left = failure.reason == "unavailable"
-            raise failure from None
-        ticket = TransferTicket(replica=replica, transfer=self._transfer)
+        ticket = TransferTicket(replica=await self._choose(), transfer=self._transfer)
         try:
             self._start(self._ask(ticket, num_bytes))
             await self._receive_all(ticket, num_bytes)
+            return self._complete()
         except PrefillError as error:
             if error.reason in ("unavailable", "timeout"):
-                error.nobody_is_left = self._pool.suspect(replica)
+                error.nobody_is_left = self._pool.suspect(ticket.replica)
             raise
         finally:
-            for call in self._calls:
-                call.cancel()
             self._pool.close(ticket)
-        return self._complete()
+            await self._end_calls()
+
+    async def _choose(self) -> str:
+        try:
+            async with asyncio.timeout(CHOICE_TIMEOUT_S):
+                return await self._pool.choose(self._demand.request, self._transfer)
+        except TimeoutError:
+            raise PrefillError("unavailable", NOBODY, nobody_is_left=True) from None
+        except PrefillError as error:
+            error.nobody_is_left = error.reason == "unavailable"
+            raise
 
     async def _receive_all(self, ticket: TransferTicket, num_bytes: int) -> None:
         while self._answer is None or self._arrived < self._end:
@@ -143,8 +146,8 @@ class Fetch:
             if not done:
                 raise PrefillError("timeout", f"no KV came for {self._timeout_s:g} s (kv_transfer_timeout_s)")
             self._calls -= done
-            for call in done:
-                call.result()
+            if self._errors:
+                raise self._errors.pop()
 
     def _wants_another(self, num_bytes: int) -> bool:
         if self._has_ended or self._arrived >= self._end:
@@ -154,7 +157,24 @@ class Fetch:
         return (has_room and is_likely) or not self._num_awaited
 
     def _start(self, call: Coroutine[Any, Any, None]) -> None:
-        self._calls.add(asyncio.create_task(call))
+        self._calls.add(asyncio.create_task(self._noting_errors(call)))
+
+    async def _noting_errors(self, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except Exception as error:
+            self._errors.append(error)
+
+    async def _end_calls(self) -> None:
+        """Ends the calls, and takes apart what would keep their KV in memory until Python looks for cycles, which in an
+        engine without work is never: an error holds the frames that it came through, and they this object."""
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        self._calls.clear()
+        self._errors.clear()
+        self._arrivals.clear()
 
     async def _ask(self, ticket: TransferTicket, num_bytes: int) -> None:
         self._answer = await self._pool.prefill(ticket, self._order(num_bytes))

@@ -24,10 +24,10 @@ CLOSE_TIMEOUT_S = 5.0
 class PrefillError(RuntimeError):
     """KV does not come. `reason` is one of cluster.kv_transfer.metrics.FAILURES, the message one line."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, *, nobody_is_left: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
-        self.nobody_is_left = False  # to ask, for a while
+        self.nobody_is_left = nobody_is_left  # to ask, for a while
 
 
 _REASONS = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
+from cluster.kv_transfer.messages import MAIN, KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
 from cluster.kv_transfer.transfer import Transfer
@@ -78,6 +80,7 @@ class LocalPool(PrefillPool):
     closed: list[str] = field(default_factory=list)
     orders: list[PrefillOrder] = field(default_factory=list)
     transfers: dict[str, Transfer] = field(default_factory=dict)
+    given: list[weakref.ref[np.ndarray[Any, Any]]] = field(default_factory=list)  # KV
 
     def __post_init__(self) -> None:
         self._readers = ThreadPoolExecutor(1)
@@ -103,7 +106,10 @@ class LocalPool(PrefillPool):
 
     async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
         await self._count()
-        return await self._transfer(ticket).chunk(index, num_received), None
+        chunk = await self._transfer(ticket).chunk(index, num_received)
+        if isinstance(chunk, KVChunk):
+            self.given += [weakref.ref(share.data) for piece in chunk.pieces for share in piece.sections[MAIN]]
+        return chunk, None
 
     def suspect(self, replica: str) -> bool:
         self.suspects.append(replica)
@@ -111,6 +117,8 @@ class LocalPool(PrefillPool):
 
     def close(self, ticket: TransferTicket) -> None:
         self.closed.append(ticket.transfer)
+        if ticket.transfer in self.transfers:
+            self.transfers.pop(ticket.transfer).fail("closed")
 
     def _transfer(self, ticket: TransferTicket) -> Transfer:
         if ticket.transfer not in self.transfers:

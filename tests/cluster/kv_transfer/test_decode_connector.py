@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from cluster.kv_transfer.prefill_pool import PrefillError
 from cluster.kv_transfer.threshold import FIRST_GUESS, LARGEST, PrefillThreshold
 from cluster.roles import Role
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
+from tests.cluster.apps import eventually
 from tests.cluster.kv_transfer.kv import FORMAT, LocalPool, demand
 
 CALLS = 1 + 1 + 5
@@ -179,6 +181,30 @@ def test_a_request_that_ends_gets_no_event_and_may_come_again_under_its_name() -
         assert subject.arrived(8) == 50
     assert len(pool.closed) == 2
     assert len(set(pool.closed)) == 2
+
+
+@pytest.mark.parametrize("call", range(1, CALLS))
+@pytest.mark.parametrize("fate", ["fails", "is cancelled"])
+def test_a_fetch_that_ends_early_holds_its_kv_in_no_cycle(call: int, fate: str) -> None:
+    """An idle engine's Python looks for cycles late or never, and knows nothing of what an object store holds."""
+    pool = LocalPool(**{"fails_at" if fate == "fails" else "hangs_at": call}, chunk_s=0.002)
+    gc.collect()
+    gc.disable()
+    try:
+        with engine(pool, timeout_s=5) as subject:
+            subject.connector.fetch(demand(50))
+            if fate == "fails":
+                subject.completed()
+            else:
+                eventually(lambda: pool.calls > call, 5)
+                subject.connector.cancel("r")
+            subject.seen.clear()
+            subject.connector.events()
+            eventually(lambda: subject.connector.metrics().values["kv_transfers_open"] == 0, 5)
+            eventually(lambda: not any(given() is not None for given in pool.given), 5)
+    finally:
+        gc.enable()
+    assert len(pool.closed) == 1
 
 
 def test_many_at_once_are_bounded_in_bytes_and_all_end() -> None:
