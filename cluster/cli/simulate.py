@@ -46,6 +46,9 @@ def simulate_command(argv: Sequence[str]) -> int:
     except (FlagError, ConfigError, SimulationError, PlanError, TopologyError) as error:
         print(f"sliceserve simulate: {error}", file=sys.stderr)
         return 2
+    if scenario.num_cut:
+        longest = scenario.model.info.max_model_len
+        print(f"note: {scenario.num_cut} requests of the trace are cut to {longest} tokens", file=sys.stderr)
     reports: list[Report] = []
     for policy in policies:
         if sys.stderr.isatty():

@@ -49,10 +49,19 @@ class Scenario:
 
     def jobs(self) -> Iterator[Job]:
         """The requests, the same ones at every call."""
+        return self._workload().jobs()
+
+    @property
+    def num_cut(self) -> int:
+        """Requests of the trace that are longer than the engine takes."""
+        workload = self._workload()
+        return workload.num_cut if isinstance(workload, TraceWorkload) else 0
+
+    def _workload(self) -> SyntheticWorkload | TraceWorkload:
         if isinstance(self.load, Shape):
-            return SyntheticWorkload(self.load, self.seed).jobs()
+            return SyntheticWorkload(self.load, self.seed)
         max_tokens = self.model.info.max_model_len
-        return TraceWorkload(self.load, speed=self.trace_speed, max_tokens=max_tokens, seed=self.seed).jobs()
+        return TraceWorkload(self.load, speed=self.trace_speed, max_tokens=max_tokens, seed=self.seed)
 
 
 def simulate(scenario: Scenario, policy: str) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,15 @@ def test_a_slice_s_roofline_gives_the_times_of_a_plan(capsys: pytest.CaptureFixt
     (report,) = run(capsys, "--model=llama-3.1-8b", "--topology=v5e:2x4", "--routing_policy=prefix", "--rate=5")
     assert 4 < report["tpot"]["p50"] < 40
     assert report["ttft"]["p50"] > report["tpot"]["p50"]
+
+
+def test_whoever_plays_a_trace_hears_what_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time_s,prompt_tokens,output_tokens\n0,100,10\n1,9000,10\n2,8000,900\n")
+    assert simulate_command([f"--trace={trace}", "--routing_policy=prefix"]) == 0
+    assert capsys.readouterr().err == "note: 2 requests of the trace are cut to 8192 tokens\n"
+    assert simulate_command([f"--trace={trace}", "--max_model_len=9010", "--routing_policy=prefix"]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
