@@ -239,7 +239,9 @@ class EngineConfig(Options):
     prefill_num_hosts: int | None = option(
         None, "`num_hosts` of prefill replicas. Default: the same.", group=POOLS, ge=1, le=256
     )
-    prefill_topology: str | None = option(None, "`topology` of prefill replicas. Default: the same.", group=POOLS)
+    prefill_topology: str | None = option(
+        None, "`topology` of prefill replicas. Default: the same, if they have several hosts.", group=POOLS
+    )
     prefill_block_size: Literal[8, 16, 32, 2048, 8192] | None = option(
         None, "`block_size` of prefill replicas. Default: the same.", group=POOLS
     )

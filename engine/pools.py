@@ -81,4 +81,6 @@ def prefill_config(config: EngineConfig) -> EngineConfig:
     """The options of a prefill replica. Those about pools stay: it is still a part of them."""
     own = {name: getattr(config, name) for name in PREFILL_OVERRIDES}
     values = {PREFILL_OVERRIDES[name]: value for name, value in own.items() if value is not None}
+    if values.get("num_hosts") == 1:
+        values.setdefault("topology", None)  # a single host has none to name
     return config.model_copy(update={**dict.fromkeys(own), **values})

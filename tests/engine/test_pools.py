@@ -37,6 +37,15 @@ def test_prefill_replicas_have_the_options_of_decode_replicas_but_for_those_that
     assert (options.block_size, options.max_decode_seqs) == (32, 256)
 
 
+def test_prefill_replicas_on_one_host_have_no_topology_though_decode_replicas_do() -> None:
+    slices = {"backend": "tpu", "num_hosts": 2, "tensor_parallel_size": 8, "topology": "v6e:2x4"}
+    options = config(disagg_topo="1,1", prefill_num_hosts=1, prefill_tensor_parallel_size=4, **slices)
+    assert options.topology == "v6e:2x4"
+    assert prefill_config(options).topology is None
+    with pytest.raises(ConfigError, match="topology says where num_hosts > 1 hosts"):
+        config(disagg_topo="1,1", prefill_num_hosts=1, prefill_topology="v6e:2x4", **slices)
+
+
 def test_every_override_is_of_an_option_that_exists() -> None:
     assert {*PREFILL_OVERRIDES, *PREFILL_OVERRIDES.values()} <= set(EngineConfig.model_fields)
 
