@@ -49,8 +49,8 @@ def test_nothing_is_lost_when_replicas_fail(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_requests_that_lose_engine_after_engine_are_given_up(capsys: pytest.CaptureFixture[str]) -> None:
-    (report,) = run(capsys, "--failures_s=1", "--output_tokens=2000", "--routing_policy=prefix")
-    assert report["refused"] == report["requests"] == 150
+    (report,) = run(capsys, "--requests=40", "--failures_s=1", "--output_tokens=2000", "--routing_policy=prefix")
+    assert report["refused"] == report["requests"] == 40
     assert report["pools"][0]["utilization"] <= 1
     assert simulate_command(["--requests=5", "--failures_s=1", "--output_tokens=2000", "--routing_policy=prefix"]) == 0
     assert "nan" not in capsys.readouterr().out
