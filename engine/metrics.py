@@ -41,49 +41,49 @@ class MetricDefinition:
     label: str | None = None  # the one label that splits it, if any
 
 
-def _gauge(name: str, text: str) -> MetricDefinition:
+def gauge(name: str, text: str) -> MetricDefinition:
     return MetricDefinition(name=name, kind="gauge", help=text)
 
 
-def _counter(name: str, text: str, label: str | None = None) -> MetricDefinition:
+def counter(name: str, text: str, label: str | None = None) -> MetricDefinition:
     return MetricDefinition(name=name, kind="counter", help=text, label=label)
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefinition:
+def histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefinition:
     return MetricDefinition(name=name, kind="histogram", help=text, buckets=buckets)
 
 
 DEFINITIONS: tuple[MetricDefinition, ...] = (
-    _gauge("num_requests_running", "Requests that have a place in the batch."),
-    _gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
-    _gauge("num_tokens_waiting", "Tokens of requests that are still to be computed before their first new one."),
-    _gauge("kv_cache_usage_perc", "Share of the KV cache blocks that running requests own; 1 means all."),
-    _counter("num_preemptions", "Times a running request lost its KV blocks and had to be recomputed."),
-    _counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
-    _counter("prefix_cache_hits", "Tokens found in the prefix cache."),
-    _counter("kv_imported_tokens", "Tokens whose KV came from another engine or from the prefix store."),
-    _counter("kv_import_failures", "Times KV that was to come from elsewhere did not, and was computed here."),
-    _counter("kv_exported_tokens", "Tokens whose KV was handed out to another engine."),
-    _counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
-    _counter("generation_tokens", "Tokens generated."),
-    _counter("request_success", "Requests that ended, by reason.", label="finished_reason"),
-    _counter("first_tokens_in_slo", "First tokens that came within slo_ttft_ms; all, where there is no limit."),
-    _counter("tokens_in_slo", "Tokens that came within slo_tpot_ms of the one before; all, where there is no limit."),
-    _counter("compilations_after_warmup", "Programs compiled while serving; anything but 0 is a bug."),
-    _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS),
-    _histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS),
-    _histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS),
-    _histogram("request_queue_time_seconds", "From a request's arrival to its place in the batch.", _REQUEST_BUCKETS),
-    _histogram(
+    gauge("num_requests_running", "Requests that have a place in the batch."),
+    gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
+    gauge("num_tokens_waiting", "Tokens of requests that are still to be computed before their first new one."),
+    gauge("kv_cache_usage_perc", "Share of the KV cache blocks that running requests own; 1 means all."),
+    counter("num_preemptions", "Times a running request lost its KV blocks and had to be recomputed."),
+    counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    counter("prefix_cache_hits", "Tokens found in the prefix cache."),
+    counter("kv_imported_tokens", "Tokens whose KV came from another engine or from the prefix store."),
+    counter("kv_import_failures", "Times KV that was to come from elsewhere did not, and was computed here."),
+    counter("kv_exported_tokens", "Tokens whose KV was handed out to another engine."),
+    counter("prompt_tokens", "Prompt tokens of requests whose prefill is done."),
+    counter("generation_tokens", "Tokens generated."),
+    counter("request_success", "Requests that ended, by reason.", label="finished_reason"),
+    counter("first_tokens_in_slo", "First tokens that came within slo_ttft_ms; all, where there is no limit."),
+    counter("tokens_in_slo", "Tokens that came within slo_tpot_ms of the one before; all, where there is no limit."),
+    counter("compilations_after_warmup", "Programs compiled while serving; anything but 0 is a bug."),
+    histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS),
+    histogram("inter_token_latency_seconds", "Between two tokens of a request.", _ITL_BUCKETS),
+    histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS),
+    histogram("request_queue_time_seconds", "From a request's arrival to its place in the batch.", _REQUEST_BUCKETS),
+    histogram(
         "request_prefill_time_seconds", "From a request's place in the batch to its first token.", _REQUEST_BUCKETS
     ),
-    _histogram("request_decode_time_seconds", "From a request's first token to its last one.", _REQUEST_BUCKETS),
-    _histogram(
+    histogram("request_decode_time_seconds", "From a request's first token to its last one.", _REQUEST_BUCKETS),
+    histogram(
         "request_time_per_output_token_seconds", "Mean time per token of a request after its first one.", _ITL_BUCKETS
     ),
-    _histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS),
-    _histogram("request_generation_tokens", "Tokens generated per request.", _LENGTH_BUCKETS),
-    _histogram("iteration_tokens_total", "Tokens per engine step, prefill and decode.", _TOKEN_BUCKETS),
+    histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS),
+    histogram("request_generation_tokens", "Tokens generated per request.", _LENGTH_BUCKETS),
+    histogram("iteration_tokens_total", "Tokens per engine step, prefill and decode.", _TOKEN_BUCKETS),
 )
 
 

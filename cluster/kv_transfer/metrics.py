@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections import Counter
 
 from cluster.roles import Role
-from engine.metrics import MetricDefinition, MetricsSnapshot
+from engine.metrics import MetricDefinition, MetricsSnapshot, counter, gauge
 
 FAILURES = ("unavailable", "overloaded", "timeout", "lost", "refused", "lease")
 """Why KV did not come. unavailable: no prefill replica, or it died. overloaded: its queue is full. timeout: it was too
 slow. lost: an object is gone or damaged. refused: it can't compute the prompt. lease: nobody fetched what it holds."""
 
 
-def _definition(name: str, kind: str, text: str, label: str | None = None) -> MetricDefinition:
-    return MetricDefinition(name=name, kind="counter" if kind == "counter" else "gauge", help=text, label=label)
-
-
 TRANSFER_DEFINITIONS: tuple[MetricDefinition, ...] = (
-    _definition("kv_transfers", "counter", "Prompts computed by a prefill replica for a decode replica."),
-    _definition("kv_transfer_failures", "counter", "Transfers that did not bring all KV, by reason.", "reason"),
-    _definition("kv_transfer_tokens", "counter", "Tokens whose KV was transferred."),
-    _definition("kv_transfer_bytes", "counter", "Bytes of KV transferred."),
-    _definition("kv_transfer_seconds", "counter", "Time that chunks of KV were on their way, added up."),
-    _definition(
+    counter("kv_transfers", "Prompts computed by a prefill replica for a decode replica."),
+    counter("kv_transfer_failures", "Transfers that did not bring all KV, by reason.", "reason"),
+    counter("kv_transfer_tokens", "Tokens whose KV was transferred."),
+    counter("kv_transfer_bytes", "Bytes of KV transferred."),
+    counter("kv_transfer_seconds", "Time that chunks of KV were on their way, added up."),
+    counter(
         "kv_transfer_exposed_seconds",
-        "counter",
         "Time that requests waited for KV after their prompt was computed: what transfer adds to their first token.",
     ),
-    _definition("kv_transfers_open", "gauge", "Transfers under way."),
-    _definition("kv_transfer_bytes_in_flight", "gauge", "Bytes of KV that are on their way or reserved for it."),
-    _definition(
-        "disagg_min_prefill_tokens", "gauge", "Uncomputed tokens from which on a prompt is computed elsewhere."
-    ),
+    gauge("kv_transfers_open", "Transfers under way."),
+    gauge("kv_transfer_bytes_in_flight", "Bytes of KV that are on their way or reserved for it."),
+    gauge("disagg_min_prefill_tokens", "Uncomputed tokens from which on a prompt is computed elsewhere."),
 )
 
 

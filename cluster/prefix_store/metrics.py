@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import threading
 
-from engine.metrics import MetricDefinition, MetricsSnapshot
+from engine.metrics import MetricDefinition, MetricsSnapshot, counter, gauge
 
 STORE_DEFINITIONS: tuple[MetricDefinition, ...] = (
-    MetricDefinition(
-        name="kv_store_connected", kind="gauge", help="1 while the replica uses the prefix store, else 0."
+    gauge("kv_store_connected", "1 while the replica uses the prefix store, else 0."),
+    gauge("kv_store_used_bytes", "Bytes in the whole prefix store, as each replica has heard."),
+    counter("kv_store_hit_tokens", "Tokens whose KV came from the prefix store."),
+    counter("kv_store_reads", "Prompts for which the prefix store was read."),
+    counter(
+        "kv_store_reads_dropped",
+        "Prompts that the prefix store had and that were computed all the same: it was late, busy or lost them.",
     ),
-    MetricDefinition(
-        name="kv_store_used_bytes", kind="gauge", help="Bytes in the whole prefix store, as each replica has heard."
-    ),
-    MetricDefinition(name="kv_store_hit_tokens", kind="counter", help="Tokens whose KV came from the prefix store."),
-    MetricDefinition(name="kv_store_reads", kind="counter", help="Prompts for which the prefix store was read."),
-    MetricDefinition(
-        name="kv_store_reads_dropped",
-        kind="counter",
-        help="Prompts that the prefix store had and that were computed all the same: it was late, busy or lost them.",
-    ),
-    MetricDefinition(name="kv_store_read_bytes", kind="counter", help="Bytes of KV read from the prefix store."),
-    MetricDefinition(name="kv_store_read_seconds", kind="counter", help="Time that reads took, added up."),
-    MetricDefinition(name="kv_store_written_bytes", kind="counter", help="Bytes of KV put into the prefix store."),
-    MetricDefinition(
-        name="kv_store_write_seconds",
-        kind="counter",
-        help="Time that writes to the prefix store took, once KV was read out, added up.",
-    ),
-    MetricDefinition(
-        name="kv_store_write_blocks_dropped",
-        kind="counter",
-        help="KV blocks that were not stored: too much was waiting, or the store did not take them.",
+    counter("kv_store_read_bytes", "Bytes of KV read from the prefix store."),
+    counter("kv_store_read_seconds", "Time that reads took, added up."),
+    counter("kv_store_written_bytes", "Bytes of KV put into the prefix store."),
+    counter("kv_store_write_seconds", "Time that writes to the prefix store took, once KV was read out, added up."),
+    counter(
+        "kv_store_write_blocks_dropped",
+        "KV blocks that were not stored: too much was waiting, or the store did not take them.",
     ),
 )
 
