@@ -18,6 +18,8 @@ from cluster.suspects import Suspects
 from engine.errors import first_line
 from engine.request import EngineRequest
 
+ACCEPT_TIMEOUT_S = 3.0
+"""Longest wait for a replica to take a call. Serve would keep one whose replica has died until there is another."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -39,7 +41,7 @@ _REASONS = {
 
 
 class PrefillPool(ABC):
-    """Methods raise PrefillError, and wait as long as it takes; deadlines are the caller's."""
+    """Methods raise PrefillError. How long a replica may take over a call that it has accepted is the caller's."""
 
     @abstractmethod
     async def choose(self, request: EngineRequest, transfer: str) -> str:
@@ -133,7 +135,7 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
     try:
         response = handle.remote(*args)
         try:
-            source = await ray_compat.reference(response)
+            source = await _accepted(response)
             result = await source
         except BaseException:
             response.cancel()
@@ -147,3 +149,12 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
     if isinstance(result, Refusal):
         raise PrefillError(_REASONS[result.kind], result.message)
     return result, source
+
+
+async def _accepted(response: Any) -> Any:
+    """The object that the result will be, once a replica has taken the call."""
+    try:
+        async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+            return await ray_compat.reference(response)
+    except TimeoutError:
+        raise PrefillError("unavailable", f"the prefill replica took no call for {ACCEPT_TIMEOUT_S:g} s") from None
