@@ -131,9 +131,8 @@ class Lines:
 
     def _greet(self, line: socket.socket, where: str) -> _Peer | None:
         """A host that knows the secret; anybody else is sent away."""
-        line.settimeout(HELLO_TIMEOUT_S)
         try:
-            secret, rank = wire.receive_hello(line)
+            secret, rank = wire.receive_hello(line, HELLO_TIMEOUT_S)
             if not self.address.is_secret(secret) or not 0 <= rank < self.num_hosts:
                 raise wire.WireError("a stranger has connected")
             prepare(line)

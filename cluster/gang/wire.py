@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,25 +91,27 @@ class Decoder:
             yield Message(kind=Kind(kind), number=number, payload=payload, checksum=expected)
 
 
-def receive_hello(line: socket.socket) -> tuple[str, int]:
+def receive_hello(line: socket.socket, timeout_s: float) -> tuple[str, int]:
     """The secret and the rank that a new line begins with; reads no byte more, and not many of a stranger's.
 
     Raises:
-        WireError, OSError: it begins otherwise.
+        WireError, OSError: it begins otherwise, or not in time.
     """
-    header = _receive_exactly(line, _HEADER.size)
+    deadline = time.monotonic() + timeout_s
+    header = _receive_exactly(line, _HEADER.size, deadline)
     kind, _, size, _ = _HEADER.unpack(header)
     if kind != Kind.HELLO or size > 256:
         raise WireError("a line does not begin as a host's does")
-    for message in Decoder().feed(header + _receive_exactly(line, size)):
+    for message in Decoder().feed(header + _receive_exactly(line, size, deadline)):
         secret, rank = message.content()
         return str(secret), int(rank)
     raise WireError("a line does not begin as a host's does")
 
 
-def _receive_exactly(line: socket.socket, size: int) -> bytes:
+def _receive_exactly(line: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
+        line.settimeout(max(0.001, deadline - time.monotonic()))  # of all of it, however it trickles in
         piece = line.recv(size - len(data))
         if not piece:
             raise WireError("a line ended before it began")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,6 +259,27 @@ def test_an_answer_that_makes_no_sense_ends_the_gang(says: bytes, reason: str) -
     assert launcher.stranger.recv(1) == b""  # it was sent away
     launcher.line.close()
     backend.close()
+
+
+def test_a_stranger_that_says_little_by_little_does_not_keep_the_hosts_waiting() -> None:
+    here, there = socket.socketpair()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.05):
+                there.sendall(b"\0")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        wire.receive_hello(here, 0.3)
+    assert time.monotonic() - started < 0.6
+    stop.set()
+    thread.join()
+    here.close()
+    there.close()
 
 
 def test_kv_goes_from_gang_to_gang() -> None:
