@@ -54,6 +54,8 @@ def set_environment(folder: Path, *, haproxy: bool) -> None:
     for name in INHERITED:
         os.environ.pop(name, None)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
+    # Else whatever asks something of a Ray that has just been stopped would start another one.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     os.environ.update(SERVE_FLAGS)
     if haproxy:
         os.environ[HAPROXY_FLAG] = "1"
