@@ -134,11 +134,12 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
     ray_compat.begin_call_of_its_own()
     try:
         response = handle.remote(*args)
+        accepted = asyncio.ensure_future(ray_compat.reference(response))
         try:
-            source = await _accepted(response)
+            source = await _in_time(accepted)
             result = await source
         except BaseException:
-            response.cancel()
+            _give_up(response, accepted)
             raise
     except ray_compat.OVERLOADED_ERRORS as error:
         raise PrefillError("overloaded", "the prefill replica has too many calls") from error
@@ -151,10 +152,27 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
     return result, source
 
 
-async def _accepted(response: Any) -> Any:
+async def _in_time(accepted: asyncio.Future[Any]) -> Any:
     """The object that the result will be, once a replica has taken the call."""
     try:
         async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-            return await ray_compat.reference(response)
+            return await asyncio.shield(accepted)
     except TimeoutError:
         raise PrefillError("unavailable", f"the prefill replica took no call for {ACCEPT_TIMEOUT_S:g} s") from None
+
+
+def _give_up(response: Any, accepted: asyncio.Future[Any]) -> None:
+    """Cancels a call; if no replica has taken it yet, when one has. Of a call that is cancelled before, Serve keeps
+    everything in a reference cycle, with an object full of KV if it was taken nevertheless."""
+
+    def cancel(_: object = None) -> None:
+        timer.cancel()
+        failed = accepted.done() and (accepted.cancelled() or accepted.exception() is not None)
+        if not failed:
+            response.cancel()
+
+    timer = asyncio.get_running_loop().call_later(ACCEPT_TIMEOUT_S, cancel)
+    if accepted.done():
+        cancel()
+    else:
+        accepted.add_done_callback(cancel)

@@ -1,4 +1,4 @@
-"""Calls of prefill replicas that Serve does not get there."""
+"""Calls of prefill replicas that Serve has not got there yet."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from cluster.kv_transfer.messages import TransferTicket
 from cluster.kv_transfer.prefill_pool import PrefillError, ServePrefillPool
 from engine.config import EngineConfig
 
+TICKET = TransferTicket(replica="p", transfer="t")
+
 
 class Handle:
-    """Of a deployment whose only replica has died: its calls wait for the next one. Is its own response."""
+    """Of a deployment whose replica takes a call when it is told to. Is its own response."""
 
     def __init__(self) -> None:
+        self.takes = asyncio.Event()
         self.is_cancelled = False
 
     def options(self, **_: object) -> Handle:
@@ -26,18 +29,52 @@ class Handle:
     def remote(self, *_: object) -> Handle:
         return self
 
-    async def _to_object_ref(self) -> None:
-        await asyncio.sleep(3600)
+    async def _to_object_ref(self) -> asyncio.Future[object]:
+        await self.takes.wait()
+        return asyncio.get_running_loop().create_future()
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
 
-async def test_a_call_that_no_replica_takes_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_pool, "ACCEPT_TIMEOUT_S", 0.05)
-    handle: Any = Handle()
-    pool = ServePrefillPool(handle, Balancer.of(EngineConfig.from_args({"backend": "mock"}), hears_news=False))
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    monkeypatch.setattr(prefill_pool, "ACCEPT_TIMEOUT_S", 0.1)
+    return Handle()
+
+
+def pool(handle: Any) -> ServePrefillPool:
+    return ServePrefillPool(handle, Balancer.of(EngineConfig.from_args({"backend": "mock"}), hears_news=False))
+
+
+async def until_cancelled(handle: Handle) -> None:
+    async with asyncio.timeout(5):
+        while not handle.is_cancelled:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_call_that_no_replica_takes_is_given_up_soon(handle: Handle) -> None:
     with pytest.raises(PrefillError, match="took no call") as caught:
-        await asyncio.wait_for(pool.fetch(TransferTicket(replica="p", transfer="t"), 0, 0), 5)
+        await asyncio.wait_for(pool(handle).fetch(TICKET, 0, 0), 5)
     assert caught.value.reason == "unavailable"
+    await until_cancelled(handle)
+
+
+async def test_a_call_that_is_given_up_before_a_replica_took_it_is_cancelled_when_one_has(handle: Handle) -> None:
+    call = asyncio.create_task(pool(handle).fetch(TICKET, 0, 0))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call], timeout=5)
+    assert call.cancelled()
+    assert not handle.is_cancelled
+    handle.takes.set()
+    await until_cancelled(handle)
+
+
+async def test_a_call_that_is_given_up_later_is_cancelled_at_once(handle: Handle) -> None:
+    handle.takes.set()
+    call = asyncio.create_task(pool(handle).fetch(TICKET, 0, 0))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call], timeout=5)
     assert handle.is_cancelled
