@@ -12,7 +12,7 @@ from backends.mock import mock_tokens
 from cluster.ingress_server import load_tokenizer
 from engine.config import EngineConfig
 from tests.cluster.apps import completion, deployed, eventually, replica_processes
-from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, is_well, prompt, stored_objects, total
+from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, is_well, prompt, stored_bytes, total
 
 POOLS: dict[str, object] = {
     "mock_prefill_ms_per_token": 0.05,
@@ -73,10 +73,17 @@ def test_without_a_prefill_replica_decode_serves_alone_and_says_so(url: str) -> 
     eventually(lambda: is_well(url), 60)
 
 
-@pytest.mark.matrix
+def is_prefilled(url: str, rng: random.Random) -> bool:
+    """Whether a new prompt's KV comes from the prefill pool: for some seconds after a failure decode does not ask."""
+    before = total(url, "sliceserve_kv_transfer_tokens_total")
+    text(url, prompt=prompt(rng, shortest=200), max_tokens=1)
+    return total(url, "sliceserve_kv_transfer_tokens_total") > before
+
+
 def test_random_cancels_and_the_end_of_a_prefill_replica_change_no_answer_and_leave_nothing_behind(url: str) -> None:
-    before, transfers = stored_objects(), total(url, "sliceserve_kv_transfers_total", role="decode")
-    load = Load(url, expected, seed=3)
+    before, load = stored_bytes(), Load(url, expected, seed=3)
+    eventually(lambda: is_prefilled(url, load.rng), 30)
+    transfers = total(url, "sliceserve_kv_transfers_total", role="decode")
     load.run(120)
     assert total(url, "sliceserve_kv_transfers_total", role="decode") - transfers > 40
     with Killer("pools", "Prefill", load.rng, every_s=(0.2, 1), most=1) as killer:

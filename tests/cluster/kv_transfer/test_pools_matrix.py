@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.apps import completion, deployed, eventually
-from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, is_well, stored_objects, total
+from tests.cluster.kv_transfer.load import Killer, Load, assert_nothing_left, is_well, stored_bytes, total
 from tests.cluster.kv_transfer.test_pools import POOLS, expected
 
 pytestmark = pytest.mark.matrix
@@ -43,7 +43,7 @@ TOPOLOGIES = [
 @pytest.mark.parametrize("topology", ["1,1", "2,2"])
 def test_two_thousand_requests_with_kills_of_both_pools_leave_nothing_behind(serve_url: str, topology: str) -> None:
     with deployed(serve_url, "siege", **{**POOLS, "disagg_topo": topology}) as url:
-        before = stored_objects()
+        before = stored_bytes()
         load = Load(url, expected, seed=9)
         with contextlib.ExitStack() as stack:
             killers = [Killer("siege", "Prefill", load.rng, every_s=(1, 6))]
