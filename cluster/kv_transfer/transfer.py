@@ -1,8 +1,9 @@
 """Transfer: the KV of one prompt at the prefill replica, from its export by the engine until it has been fetched.
 
-Exports are read out on worker threads as the engine makes them, gathered into chunks of a size that suits the
-transport, and kept until the decode replica says that it has them, so that a chunk that got lost can be asked for
-again.
+Exports are read out on worker threads as the engine makes them. A call for a chunk gets all that has gathered by then,
+within what suits the transport: little at a time while computing is slower than fetching, much where it is faster, as
+every chunk has its cost. A chunk is kept until the decode replica says that it has it, so that it can be asked for
+again if it gets lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Transfer:
         self._chunks: list[KVChunk | None] = []  # None once acknowledged
         self._num_acknowledged = 0
         self._exports: deque[KVExport] = deque()
-        self._gathered: list[KVPiece] = []
+        self._gathered: deque[KVPiece] = deque()  # read out, and in no chunk yet
         self._reading: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
@@ -65,9 +66,9 @@ class Transfer:
         return self.output is not None and self.output.finish_reason is not None
 
     @property
-    def _has_ended(self) -> bool:
-        """Whether there will be no further chunk."""
-        return self.failure is not None or (self._is_computed and self._reading is None and not self._gathered)
+    def _is_read(self) -> bool:
+        """Whether all KV there will be has been read out."""
+        return self._is_computed and self._reading is None
 
     def _read_on(self) -> None:
         if self._reading is None and self.failure is None:
@@ -79,8 +80,6 @@ class Transfer:
             while self._exports and self.failure is None:
                 export = self._exports.popleft()
                 self._gather(await loop.run_in_executor(self._readers, _read_out, self._transport, export))
-            if self._is_computed:
-                self._make_chunk()
         except Exception as error:
             self.fail(f"KV could not be read: {first_line(error)}")
         finally:
@@ -88,46 +87,57 @@ class Transfer:
             self._tell()
 
     def _gather(self, pieces: list[KVPiece]) -> None:
-        for piece in pieces:
-            held = sum(one.num_bytes for one in self._gathered)
-            if held + piece.num_bytes > self._transport.max_bytes:
-                self._make_chunk()
-                held = 0
-            self._gathered.append(piece)
-            self.num_bytes += piece.num_bytes
-            if held + piece.num_bytes >= self._transport.min_bytes:
-                self._make_chunk()
+        self._gathered.extend(pieces)
+        self.num_bytes += sum(piece.num_bytes for piece in pieces)
         if self.num_bytes > self._max_bytes:
             self.fail(f"{self.num_bytes} bytes of KV were not fetched in time (kv_transfer_max_mib)")
-
-    def _make_chunk(self) -> None:
-        if self._gathered:
-            self._chunks.append(KVChunk(pieces=tuple(self._gathered)))
-            self._gathered = []
-            self._tell()
+        self._tell()
 
     # -- the decode replica's side
 
     async def chunk(self, index: int, num_received: int) -> KVChunk | NoChunk:
-        """Chunk `index`, as soon as it has been read out.
+        """Chunk `index`, as soon as enough has been read out.
 
         Args:
             num_received: the decode replica has the chunks before this one.
         """
         self._acknowledge(num_received)
         started = time.monotonic()
-        while len(self._chunks) <= index and not self._has_ended:
+        while not self._has_chunk(index) and not self._has_ended:
             await self._news.wait()
         chunk = self._chunks[index] if index < len(self._chunks) else None
         if chunk is None or self.failure is not None:
             return NoChunk(failure=self.failure)
         return replace(chunk, waited_s=time.monotonic() - started)
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether there will be no further chunk."""
+        return self.failure is not None or (self._is_read and not self._gathered)
+
+    def _has_chunk(self, index: int) -> bool:
+        """Makes it of what has gathered, if it is the next."""
+        if index == len(self._chunks) and (pieces := self._next_pieces()):
+            self._chunks.append(KVChunk(pieces=tuple(pieces)))
+            self._tell()
+        return index < len(self._chunks)
+
+    def _next_pieces(self) -> list[KVPiece]:
+        """Takes what fits a chunk, once that is worth one."""
+        count = num_bytes = 0
+        for piece in self._gathered:
+            if count and num_bytes + piece.num_bytes > self._transport.max_bytes:
+                break
+            count += 1
+            num_bytes += piece.num_bytes
+        is_enough = num_bytes >= self._transport.min_bytes or count < len(self._gathered) or self._is_read
+        return [self._gathered.popleft() for _ in range(count)] if is_enough else []
+
     def fail(self, reason: str) -> None:
         """Gives up: nothing is kept, and whoever waits or asks hears why."""
         self.failure = self.failure or reason
         self._exports.clear()
-        self._gathered = []
+        self._gathered.clear()
         self._chunks.clear()
         self.num_bytes = 0
         self._tell()

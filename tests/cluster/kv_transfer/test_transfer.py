@@ -45,18 +45,34 @@ async def spans(subject: Transfer) -> list[list[tuple[int, int]]]:
     return found
 
 
-async def test_small_exports_are_gathered_and_large_ones_are_cut() -> None:
+async def test_what_has_gathered_goes_together_and_large_exports_are_cut() -> None:
     subject = transfer(min_tokens=10, max_tokens=16)
     for start, end in ((0, 10), (10, 14), (14, 18), (18, 22), (22, 54), (54, 57)):
         subject.add(export(start, end))
     subject.take(last_output())
+    while not subject._is_read:
+        await asyncio.sleep(0.001)
     assert await spans(subject) == [
-        [(0, 10)],
-        [(10, 14), (14, 18), (18, 22)],
+        [(0, 10), (10, 14)],
+        [(14, 18), (18, 22)],
         [(22, 38)],
         [(38, 54)],
         [(54, 57)],
     ]
+
+
+async def test_little_does_not_go_before_there_is_more_and_a_call_that_waits_gets_no_more_than_enough() -> None:
+    subject = transfer(min_tokens=10, max_tokens=100)
+    calls = [asyncio.create_task(subject.chunk(index, 0)) for index in (1, 0)]
+    for start in range(0, 24, 4):
+        subject.add(export(start, start + 4))
+        await asyncio.sleep(0.01)
+    subject.take(last_output())
+    second, first = [await asyncio.wait_for(call, 5) for call in calls]
+    assert isinstance(first, KVChunk)
+    assert isinstance(second, KVChunk)
+    assert [(piece.start, piece.end) for piece in first.pieces] == [(0, 4), (4, 8), (8, 12)]
+    assert [(piece.start, piece.end) for piece in second.pieces] == [(12, 16), (16, 20), (20, 24)]
 
 
 async def test_cut_pieces_are_contiguous_and_hold_their_own_tokens() -> None:
