@@ -73,22 +73,22 @@ class _Ready(PendingBlocks):
 
 
 def speed(folder: Path, rounds: int) -> None:
-    """Fetches 512 MiB per round, in objects of different sizes, and copies as many bytes in between."""
+    """Fetches 512 MiB per round, exported in steps of different sizes, and copies as many bytes in between."""
     config = EngineConfig.from_args({"backend": "mock"})
     source = np.random.default_rng(0).integers(0, 256, TRANSFER_MIB * MIB, dtype=np.uint8)
     target = np.empty_like(source)
-    print("| object | MiB per transfer | GB/s (median) | GB/s (best) | memcpy GB/s (median) | share of memcpy |")
+    print("| export | MiB per transfer | GB/s (median) | GB/s (best) | memcpy GB/s (median) | share of memcpy |")
     print("| --- | --- | --- | --- | --- | --- |")
     with ray_with_serve(folder):
         decoder = Decoder(config)
-        for object_mib in (8, 16, 32, 64):
-            chunk = object_mib * MIB // LLAMA_8B.bytes_per_token
-            name = f"speed-{object_mib}"
+        for step_mib in (8, 16, 32, 64):
+            chunk = step_mib * MIB // LLAMA_8B.bytes_per_token
+            name = f"speed-{step_mib}"
             with application(_app(config, chunk), name):
-                fetched, copied = _measure(decoder, name, TRANSFER_MIB // object_mib * chunk, rounds, source, target)
+                fetched, copied = _measure(decoder, name, TRANSFER_MIB // step_mib * chunk, rounds, source, target)
             best, middle, copy = max(fetched), statistics.median(fetched), statistics.median(copied)
             speeds = f"{middle:.2f} | {best:.2f} | {copy:.2f} | {middle / copy:.0%}"
-            print(f"| {object_mib} MiB | {TRANSFER_MIB} | {speeds} |", flush=True)
+            print(f"| {step_mib} MiB | {TRANSFER_MIB} | {speeds} |", flush=True)
 
 
 def _app(config: EngineConfig, chunk: int) -> serve.Application:
