@@ -16,7 +16,8 @@ PREFIX = 320  # tokens: ten blocks
 
 @pytest.fixture(scope="module")
 def url(serve_url: str) -> Iterator[str]:
-    options = {"data_parallel_size": REPLICAS, "mock_step_ms": 2, "mock_prefill_ms_per_token": 0.05}
+    # Steps are long enough that what the machine does besides makes no replica faster than others, and busier.
+    options = {"data_parallel_size": REPLICAS, "mock_step_ms": 10, "mock_prefill_ms_per_token": 0.05}
     with deployed(serve_url, "routing", **options) as address:
         eventually(lambda: len(served(address)) == REPLICAS)
         yield address
