@@ -21,6 +21,8 @@ from cluster.ray_environment import DASHBOARD_HOST
 from engine.errors import first_line
 
 DRAIN_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.1
+LAST_ANSWER_TIMEOUT_S = 1.0
 KILL_AFTER_S = 2.0
 
 
@@ -58,9 +60,7 @@ class LocalRay:
         """Lets the application's requests end within a deadline, then ends Ray, then whatever is still alive."""
         self._children |= _descendants()
         if application is not None:
-            draining = threading.Thread(target=_delete, args=(application,), daemon=True)
-            draining.start()
-            draining.join(DRAIN_TIMEOUT_S)
+            _drain(application)
         self._children |= _descendants()
         ray.shutdown()
         _kill(self._children)
@@ -70,9 +70,25 @@ def _descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def _delete(application: str) -> None:
-    with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
-        serve.delete(application)
+def _drain(application: str) -> None:
+    """Deletes an application, and waits for a while until it is gone.
+
+    On a thread, as Ray waits for a dead head node for minutes; and on one that asks nothing when the time is up: Ray
+    ends a process that asks it something after its end, with exit code 1.
+    """
+    over = threading.Event()
+
+    def delete() -> None:
+        with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
+            ray_compat.begin_to_delete(application)
+            while application in serve.status().applications and not over.wait(POLL_INTERVAL_S):
+                pass
+
+    draining = threading.Thread(target=delete, daemon=True)
+    draining.start()
+    draining.join(DRAIN_TIMEOUT_S)
+    over.set()
+    draining.join(LAST_ANSWER_TIMEOUT_S)
 
 
 def _kill(processes: set[psutil.Process]) -> None:

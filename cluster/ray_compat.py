@@ -160,6 +160,11 @@ def init_private(temp_dir: str, **options: Any) -> None:
     ray.init(address="local", _temp_dir=temp_dir, include_dashboard=options.pop("include_dashboard", False), **options)
 
 
+def begin_to_delete(application: str) -> None:
+    """Asks Serve to delete an application, and does not wait until it has."""
+    serve.delete(application, _blocking=False)
+
+
 def deploy(app: serve.Application, *, name: str, route_prefix: str = "/") -> None:
     """Submits an application and returns without waiting for its replicas."""
     serve.run_many(

@@ -63,13 +63,18 @@ def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path
     port = free_port()
     # Another Ray's address, token and namespace must not lead it astray.
     foreign = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none"), "RAY_NAMESPACE": "other"}
+    flags = ("--backend=mock", f"--port={port}", "--mock_step_ms=20")
     for number in (signal.SIGINT, signal.SIGTERM):
-        with sliceserve_serve("--backend=mock", f"--port={port}", **foreign) as (process, said):
+        with sliceserve_serve(*flags, **foreign) as (process, said), contextlib.ExitStack() as streams:
             assert said[-1] == f"ready at http://127.0.0.1:{port} (Ctrl-C stops it)", said
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
             assert answer.status_code == 200
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) > 3
+            if number == signal.SIGTERM:  # with a request that ends long after the server has lost its patience
+                body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+                stream = streams.enter_context(httpx.stream("POST", answer.request.url, json=body))
+                assert next(stream.iter_lines()).startswith("data:")
             process.send_signal(number)
             assert process.wait(STOP_TIMEOUT_S) == 0
             _, alive = psutil.wait_procs(children, timeout=3)
