@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.news import CacheJournal
+from engine.request import EngineRequest
 
 _DIGEST_BYTES = 32
+_TOKEN = np.dtype("<i4")
 
 HashedBlock = tuple[bytes, int]
 """The hash of a full block's content, and the block."""
@@ -33,9 +34,21 @@ def root_hash(*, cache_salt: str = "", adapter_digest: bytes = b"") -> bytes:
     return hashlib.blake2b(len(salt).to_bytes(8, "little") + salt + adapter_digest, digest_size=_DIGEST_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """Hash of a full block, given the hash of the block before it. The same on every machine and in every process."""
-    return hashlib.blake2b(parent + np.array(token_ids, dtype="<i4").tobytes(), digest_size=_DIGEST_BYTES).digest()
+def request_root(request: EngineRequest) -> bytes:
+    """The root of a request's blocks, for engines and routers alike: what tells it from others beside its tokens."""
+    return root_hash(cache_salt=request.cache_salt)
+
+
+def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """Hashes of consecutive full blocks, each computed when it is asked for, given the hash of the block before them.
+
+    The same on every machine and in every process.
+    """
+    packed = np.array(token_ids, _TOKEN).tobytes()
+    step = block_size * _TOKEN.itemsize
+    for end in range(step, len(packed) + 1, step):
+        parent = hashlib.blake2b(parent + packed[end - step : end], digest_size=_DIGEST_BYTES).digest()
+        yield parent
 
 
 class BlockPool:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 import numpy as np
 
 from engine.batch import Int32
-from engine.kv_cache import block_hash, root_hash
+from engine.kv_cache import block_hashes, request_root
 from engine.metrics import RequestRecord
 from engine.request import EngineRequest, FinishReason, TokenLogprobs
 
@@ -84,7 +84,7 @@ class RequestState:
         asked = sampling.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] * self.prompt_len if asked else None
         self._min_len = self.prompt_len + sampling.min_tokens
-        self._root_hash = root_hash(cache_salt=request.cache_salt)
+        self._root_hash = request_root(request)
         self._block_hashes: list[bytes] = []
 
     @property
@@ -99,9 +99,9 @@ class RequestState:
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
         """Hashes of the first `count` blocks, all of whose tokens are known."""
         hashes = self._block_hashes
-        for index in range(len(hashes), count):
-            parent = hashes[-1] if hashes else self._root_hash
-            hashes.append(block_hash(parent, self.token_ids[index * block_size : (index + 1) * block_size]))
+        if len(hashes) < count:
+            new = self.token_ids[len(hashes) * block_size : count * block_size]
+            hashes.extend(block_hashes(hashes[-1] if hashes else self._root_hash, new, block_size))
         return hashes[:count]
 
     def record(self) -> RequestRecord:

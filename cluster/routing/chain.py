@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from engine.kv_cache import block_hash, root_hash
+from engine.kv_cache import block_hashes, request_root
 from engine.request import EngineRequest
 
 SHORT_HASH_BYTES = 8
@@ -23,19 +21,17 @@ def shortened(changes: Mapping[bytes, bool]) -> tuple[list[bytes], list[bytes]]:
 class PrefixChain:
     """The engine's own hashes, so that they name blocks that engines have; truncated once they are computed."""
 
-    __slots__ = ("_block_size", "_hashes", "_parent", "_tokens", "num_blocks")
+    __slots__ = ("_coming", "_hashes", "num_blocks")
 
     def __init__(self, request: EngineRequest, block_size: int) -> None:
-        self._tokens = np.array(request.prompt_token_ids + request.output_token_ids, np.int32)
-        self._block_size = block_size
-        self._parent = root_hash(cache_salt=request.cache_salt)
+        tokens = request.prompt_token_ids + request.output_token_ids
+        self._coming = block_hashes(request_root(request), tokens, block_size)
         self._hashes: list[bytes] = []
-        self.num_blocks = (len(self._tokens) - 1) // block_size  # full ones; the engine always computes the last token
+        self.num_blocks = (len(tokens) - 1) // block_size  # full ones; the engine always computes the last token
 
     def __getitem__(self, index: int) -> bytes:
         """The short hash of one block."""
-        size = self._block_size
-        for i in range(len(self._hashes), index + 1):
-            self._parent = block_hash(self._parent, self._tokens[i * size : (i + 1) * size])
-            self._hashes.append(self._parent[:SHORT_HASH_BYTES])
-        return self._hashes[index]
+        hashes = self._hashes
+        while len(hashes) <= index:
+            hashes.append(next(self._coming)[:SHORT_HASH_BYTES])
+        return hashes[index]

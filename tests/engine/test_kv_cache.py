@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv_cache import BlockPool, block_hash, root_hash
+from engine.kv_cache import BlockPool, block_hashes, root_hash
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
     hashes = [root_hash(cache_salt=salt)]
     for tokens in blocks:
-        hashes.append(block_hash(hashes[-1], tokens))
+        hashes += block_hashes(hashes[-1], tokens, len(tokens))
     return hashes[1:]
 
 

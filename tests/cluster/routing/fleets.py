@@ -8,7 +8,7 @@ from collections import Counter
 
 from cluster.routing.fleet import Fleet, Question
 from cluster.routing.policies import RoutingPolicy, create_policy
-from engine.kv_cache import block_hash, root_hash
+from engine.kv_cache import block_hashes, root_hash
 from engine.request import EngineRequest, SamplingParams
 
 BLOCK = 16
@@ -73,8 +73,4 @@ def prompt(prefix: int, length: int = 4 * BLOCK, tail: int = 0) -> tuple[int, ..
 
 def hashes(tokens: tuple[int, ...], salt: str = "") -> list[bytes]:
     """Short hashes of all full blocks, as an engine reports them."""
-    parent, found = root_hash(cache_salt=salt), []
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        parent = block_hash(parent, tokens[start : start + BLOCK])
-        found.append(parent[:8])
-    return found
+    return [known_as[:8] for known_as in block_hashes(root_hash(cache_salt=salt), tokens, BLOCK)]

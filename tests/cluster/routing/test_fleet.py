@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.routing.chain import PrefixChain
 from cluster.routing.prefix_index import PrefixIndex
-from engine.kv_cache import block_hash, root_hash
+from engine.kv_cache import block_hashes, root_hash
 from engine.request import EngineRequest, SamplingParams
 from engine.running import RequestState
 from tests.cluster.routing.fleets import BLOCK, Site, hashes, prompt
@@ -141,8 +141,20 @@ def test_the_index_agrees_with_plain_sets(seed: int) -> None:
             assert match.num_blocks(bit) == next((i for i, block in enumerate(blocks) if block not in has), 6)
 
 
-def test_hashes_do_not_depend_on_the_container_of_the_tokens() -> None:
-    import numpy as np
+def test_the_same_prompt_with_another_adapter_is_another_prefix() -> None:
+    tokens = prompt(1, 4 * BLOCK)
+    plain, adapted, other = (
+        list(block_hashes(root_hash(adapter_digest=digest), tokens, BLOCK)) for digest in (b"", b"a", b"b")
+    )
+    assert len({*plain, *adapted, *other}) == 3 * len(plain)
+    site = Site()
+    site.fleet.cache_is("a", [known_as[:8] for known_as in adapted])
+    assert site.ask(tokens).match.holders == []
 
-    tokens = (1, 2, 3, 70_000)
-    assert block_hash(root_hash(), tokens) == block_hash(root_hash(), np.array(tokens, np.int32))
+
+def test_hashes_do_not_depend_on_how_many_are_computed_at_a_time() -> None:
+    tokens = prompt(70_000, 6 * BLOCK)
+    request = EngineRequest(request_id="r", prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=9))
+    state = RequestState(request, eos_token_ids=(), max_model_len=1000)
+    for count in (1, 2, 2, 5):
+        assert state.block_hashes(count, BLOCK) == list(block_hashes(root_hash(), tokens, BLOCK))[:count]
