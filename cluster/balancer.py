@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cluster.routing.fleet import ASSUMED_S, MAX_ASSUMED_BLOCKS, Fleet
 from cluster.routing.policies import RoutingPolicy, create_policy
+from cluster.routing.view import ReplicaView
 from engine.config import EngineConfig
 from engine.news import EngineLoad
 from engine.request import EngineRequest
@@ -42,7 +43,8 @@ class Balancer:
     def __init__(self, policy: RoutingPolicy, fleet: Fleet) -> None:
         self._policy = policy
         self._fleet = fleet
-        self._names: frozenset[str] = frozenset()
+        self._names: tuple[str, ...] = ()
+        self._views: list[ReplicaView] = []  # of these names
         self._lock = threading.Lock()
 
     @classmethod
@@ -73,7 +75,7 @@ class Balancer:
     @property
     def replicas(self) -> frozenset[str]:
         """Those that there were at the last choice."""
-        return self._names
+        return frozenset(self._names)
 
     @property
     def knows_caches(self) -> bool:
@@ -94,18 +96,16 @@ class Balancer:
         """Chooses one of these replicas, and counts the request as its own from now on.
 
         Args:
-            known: open requests at replicas that others count; 0 where nothing is known.
+            known: open requests at each of them that others count; empty where nothing is known.
         """
         with self._lock:
             self._settle(route)
-            if len(names) != len(self._names) or not self._names.issuperset(names):
-                self._names = frozenset(names)
-                self._fleet.keep(names)
-            views = self._fleet.views([name for name in names if name not in route.suspects] or names)
-            for view in views:
-                view.known = known.get(view.name, 0)
+            self._meet(tuple(names))
+            for view in self._views if known else ():
+                view.known = known[view.name]
+            trusted = [view for view in self._views if view.name not in route.suspects] if route.suspects else []
             question = self._fleet.ask(route.request, route.session)
-            replica = self._policy.choose(question, views)
+            replica = self._policy.choose(question, trusted or self._views)
             if route.is_open:  # else its caller has given up meanwhile
                 self._fleet.sent(replica, question)
                 route.replica = replica
@@ -123,6 +123,13 @@ class Balancer:
         with self._lock:
             route.is_open = False
             self._settle(route)
+
+    def _meet(self, names: tuple[str, ...]) -> None:
+        """Serve gives the same replicas in the same order until they change."""
+        if names != self._names:
+            self._names = names
+            self._fleet.keep(names)
+            self._views = self._fleet.views(names)
 
     def _settle(self, route: Route) -> None:
         if route.replica:
