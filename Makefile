@@ -31,8 +31,9 @@ test: $(VENV)/.installed-dev ## run the tests (some of them: make test ARGS="tes
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-tp: $(VENV)/.installed-dev ## tensor parallelism: every size, and the main tests again on two simulated devices
-	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py tests/backends/jax/test_kv_exchange.py
-	@$(BIN)/python -m pytest --tensor-parallel-size=2 tests/backends/jax/test_batching.py \
+	@$(BIN)/python -m pytest --matrix tests/backends/jax/test_tensor_parallel.py tests/backends/jax/test_kv_exchange.py \
+	  tests/backends/jax/test_batching.py
+	@$(BIN)/python -m pytest --matrix --tensor-parallel-size=2 tests/backends/jax/test_batching.py \
 	  tests/backends/jax/test_parity.py tests/e2e/test_demo_server.py
 
 test-disagg: $(VENV)/.installed-dev ## prefill and decode pools: thousands of requests under fire, a real model's answers

@@ -79,9 +79,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks of 32 tokens": {"block_size": 32, "num_blocks": 64},
     "plain XLA": {"attention": "xla", "decode_blocks_padding": 32},
 }
+MATRIX = {"chunks of 16 tokens", "no prefix cache", "blocks run out, no prefix cache", "blocks of 32 tokens"}
+CASES = [pytest.param(way, marks=[pytest.mark.matrix] if way in MATRIX else []) for way in WAYS]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CASES)
 def test_64_requests_at_once_give_what_each_gives_alone(model: Path, alone: list[Answer], way: str) -> None:
     prompts, sampling = zip(*mixed_requests(), strict=True)
     with engine(**options(model, **WAYS[way])) as running:
