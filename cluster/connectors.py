@@ -45,7 +45,8 @@ def create_connector(
     if config.kv_store is None:
         return pools
     capacity = None if config.kv_store_gib is None else int(config.kv_store_gib * GIB)
-    store = PrefixStoreConnector(config, backend, RayStoreClient(replica.application, replica.replica, capacity))
+    client = RayStoreClient(replica.application, replica.replica, capacity, reads_here=config.num_hosts == 1)
+    store = PrefixStoreConnector(config, backend, client)
     return store if pools is None else StoreFirst(store, pools)
 
 
@@ -68,7 +69,7 @@ def _decode_connector(
 ) -> DecodeConnector:
     return DecodeConnector(
         replica.replica,
-        backend.kv_format,
+        backend,
         lambda: ServePrefillPool(prefill, Balancer.of(prefill_config(config), hears_news=False)),
         ObjectStoreTransport.of(config),
         PrefillThreshold(config.disagg_min_prefill_tokens),

@@ -7,13 +7,14 @@ about the hardware.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import StepBatch, StepResult
-from engine.kv_blocks import KVFormat, KVPayload, PendingBlocks
+from engine.kv_blocks import KVFormat, KVPayload, LocalPayload, PendingBlocks, check_shares
 
 
 class BackendError(RuntimeError):
@@ -111,6 +112,24 @@ class Backend(ABC):
         """What KV that is read or written looks like (Capabilities.kv_exchange)."""
         raise BackendError("this backend can't exchange KV blocks")
 
+    def kv_heads(self) -> range:
+        """The model's key-value heads that this host keeps, of those in `kv_format`."""
+        return range(self.kv_format().num_kv_heads)
+
+    def receive_blocks(self, payloads: Sequence[KVPayload], timeout_s: float) -> Sequence[KVPayload]:
+        """Brings KV to the hosts that will write it, before the engine hears of it. Any thread; waits.
+
+        Returns what `write_blocks` takes, one for each payload.
+
+        Raises:
+            KVLostError: one is lost, late, or not what this model keeps; none of them counts then.
+        """
+        deadline = time.monotonic() + timeout_s
+        here = [LocalPayload(blocks=each.fetch(max(0.0, deadline - time.monotonic()))) for each in payloads]
+        for payload in here:
+            check_shares(payload.blocks, self.kv_format(), self.kv_heads())
+        return here
+
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:  # noqa: ARG002
         """Starts to read KV out, after all dispatched steps and before those dispatched later.
 
@@ -127,6 +146,7 @@ class Backend(ABC):
         Args:
             block_ids: blocks of consecutive tokens, enough for all of the payload's.
             offset: how many tokens of the first block come before the payload's; they are kept.
+            payload: as `receive_blocks` gave it.
 
         Raises:
             KVLostError: the payload is gone, or not what this model keeps. What was to be written holds anything.

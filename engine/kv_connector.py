@@ -35,7 +35,7 @@ class KVArrived:
     request_id: str
     start: int
     end: int
-    payload: KVPayload
+    payload: KVPayload  # as Backend.receive_blocks gave it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -184,6 +184,9 @@ class JaxBackend(Backend):
     def kv_format(self) -> KVFormat:
         return self._exchange.format
 
+    def kv_heads(self) -> range:
+        return self._exchange.own_heads
+
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
         return self._exchange.read(self._state.cache, block_ids, num_tokens, offset)
 

@@ -22,7 +22,7 @@ from backends.jax.deployment import Deployment
 from backends.jax.kv_layouts import BlockLayout, block_layout
 from backends.jax.kv_shares import ReadBlocks, ReadPart, joined
 from backends.jax.sharding import MODEL, sharded_shape
-from engine.kv_blocks import KVBlocks, KVFormat, KVLostError, KVPayload, LocalPayload, PendingBlocks
+from engine.kv_blocks import KVBlocks, KVFormat, KVPayload, LocalPayload, PendingBlocks, check_shares
 
 BATCH_BYTES = 32 << 20
 """Most bytes of a batch on one chip: what a program moves at once."""
@@ -153,7 +153,7 @@ class KVExchange:
             KVLostError: the payload is lost or does not fit this model. The cache is as it was.
         """
         shares = payload.shares()
-        num_tokens = self._check(shares)
+        num_tokens = check_shares(shares, self.format, self.own_heads)
         size = self._layout.attention.block_size
         for batch in self.batches(-(-(offset + num_tokens) // size)):
             start = batch.first * size - offset  # which of the payload's tokens the batch's first one is
@@ -163,20 +163,11 @@ class KVExchange:
             cache = program(cache, data, _padded(block_ids, batch), np.int32(batch.count), np.int32(cut.start - start))
         return cache
 
-    def _check(self, shares: Sequence[KVBlocks]) -> int:
-        """How many tokens the shares hold."""
-        if any(share.format != self.format for share in shares):
-            raise KVLostError(f"KV of another model arrived, {shares[0].format} where {self.format} is kept")
-        lengths = {share.num_tokens for share in shares}
-        missing = self._own_heads - {head for share in shares for head in share.heads}
-        if len(lengths) != 1 or missing:
-            raise KVLostError(f"KV of unequal lengths {sorted(lengths)} or without heads {sorted(missing)} arrived")
-        return lengths.pop()
-
     @cached_property
-    def _own_heads(self) -> frozenset[int]:
-        """The model's key-value heads on this host's chips."""
-        return frozenset(head for heads in self._chips.values() for head in heads)
+    def own_heads(self) -> range:
+        """The model's key-value heads on this host's chips, which are neighbours."""
+        heads = [head for of_chip in self._chips.values() for head in of_chip]
+        return range(min(heads), max(heads) + 1) if heads else range(0)
 
     @cached_property
     def _chips(self) -> dict[jax.Device, range]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.backend import BackendError
 from engine.errors import first_line
-from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
+from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks, overlap
 
 Array = NDArray[Any]
 
@@ -35,7 +35,7 @@ def joined(shares: Sequence[KVBlocks], cut: slice, at: int, heads: range, shape:
     data[:, :, :, tokens.stop : filled] = 0
     data[:, :, len(heads) :, :filled] = 0
     for share in shares:
-        common = range(max(heads.start, share.heads.start), min(heads.stop, share.heads.stop))
+        common = overlap(heads, share.heads)
         if common:
             here = slice(common.start - heads.start, common.stop - heads.start)
             there = slice(common.start - share.heads.start, common.stop - share.heads.start)

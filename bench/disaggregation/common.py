@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.prefill_pool import ServePrefillPool
 from cluster.local_ray import LocalRay
 from engine.config import EngineConfig
-from engine.kv_blocks import KVFormat
+from engine.kv_blocks import KVFormat, KVPayload, LocalPayload
 from engine.kv_connector import KVArrived, KVDemand, KVEvent
 from engine.request import EngineRequest, SamplingParams
 
@@ -59,6 +60,7 @@ class Decoder:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._transport = ObjectStoreTransport.of(config)
+        self._receivers = ThreadPoolExecutor(8)
         self._pools: dict[str, ServePrefillPool] = {}
         self._numbers = itertools.count()
         self._rng = np.random.default_rng()
@@ -85,11 +87,17 @@ class Decoder:
             KVDemand(request=request, token_ids=tokens, num_cached_tokens=0, block_hashes=()),
             self._pools[application_name],
             self._transport,
+            _receive,
+            self._receivers,
             timeout_s=60,
             deliver=_look_at,
             count_chunk=lambda _: None,
         )
         return await fetch.run(num_bytes)
+
+
+def _receive(payloads: Sequence[KVPayload], timeout_s: float) -> Sequence[KVPayload]:
+    return [LocalPayload(blocks=payload.fetch(timeout_s)) for payload in payloads]
 
 
 def _look_at(event: KVEvent) -> None:

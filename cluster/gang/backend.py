@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
-import weakref
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from cluster.gang import codec, wire
-from cluster.gang.kv import GangBlocks, check_payload
+from cluster.gang.kv import GangBlocks, GangPayload
+from cluster.gang.launcher import Launcher
 from cluster.gang.lines import Call, Lines
-from cluster.gang.wire import Kind, Message
-from cluster.sockets import LineAddress
+from cluster.gang.unwanted import Unwanted
+from cluster.gang.wire import Kind
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.kv_blocks import KVBlocks, KVFormat, KVPayload, PendingBlocks
+from engine.errors import first_line
+from engine.kv_blocks import KVFormat, KVLateError, KVLostError, KVPayload, PendingBlocks
 
 CONNECT_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 7200.0
@@ -27,43 +29,10 @@ SHORTEST_SILENCE_S, SILENCE_S = 3.0, 10.0
 LOADING_SILENCE_S = 60.0
 """How long a host may not be heard: they send a beat each second, which compiling a large program can hold up."""
 CLOSE_TIMEOUT_S = 5.0
+ANSWER_S = 2.0
+"""Longer than hosts have for KV to come: their word that it has, or has not, takes a moment."""
 STEP_SHARE = 0.9
 """Of step_deadline_s, after which the gang itself says which host is late; later, the engine only knows that one is."""
-
-
-class Launcher(ABC):
-    """Who starts and ends the processes of a gang."""
-
-    leader_host: str
-    """This process' address as the hosts reach it."""
-
-    @abstractmethod
-    def start(self, address: LineAddress, progress: Progress) -> None:
-        """Starts one process for each host, each of which connects to `address` as `cluster.gang.host.Host`.
-
-        Raises:
-            BackendError: there is no place for them, or one does not start; one line.
-        """
-
-    @abstractmethod
-    def deliver(self, key: int, payload: KVPayload) -> None:
-        """Leaves KV with every host (`Host.payloads`), to be written by a command that names the key. Does not wait.
-
-        Raises:
-            KVLostError: there is no room for it.
-        """
-
-    @abstractmethod
-    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
-        """What all hosts have read under a key (`Host.shares`). Any thread may call it, once for each key.
-
-        Raises:
-            BackendError: a host did not give its share in time; one line.
-        """
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Ends all processes at once, wherever they hang, and gives their place back. May be called more than once."""
 
 
 class GangBackend(Backend):
@@ -73,8 +42,9 @@ class GangBackend(Backend):
         self._lines: Lines | None = None
         self._compilations = 0
         self._kv_format: KVFormat | None = None
+        self._heads: Sequence[range] = ()  # of each host
         self._keys = itertools.count()
-        self._unwanted: deque[int] = deque()  # keys of reads that nobody looks at
+        self._unwanted: Unwanted | None = None
 
     def load(self, progress: Progress = no_progress) -> BackendInfo:
         lines = self._lines = Lines(
@@ -86,11 +56,13 @@ class GangBackend(Backend):
         self._launcher.start(lines.address, progress)
         lines.accept(CONNECT_TIMEOUT_S)
         answers = lines.send(Kind.LOAD, b"").result(LOAD_TIMEOUT_S, "loading", progress)
-        if len({answer.checksum for answer in answers}) > 1:
-            raise lines.failed(f"the hosts are not alike: {_differences(answers)}")
+        records, self._heads = zip(*(codec.unpack_host(answer.content()) for answer in answers), strict=True)
+        if difference := _difference(records):
+            raise lines.failed(f"the hosts are not alike: {difference}")
         if not self._config.warmup:
             lines.silence_s = self._silence_s
-        info, self._kv_format = codec.unpack_info(answers[0].content())
+        self._unwanted = Unwanted(self._drop)
+        info, self._kv_format = codec.unpack_info(records[0])
         return info
 
     def warmup(self, progress: Progress = no_progress) -> None:
@@ -120,21 +92,47 @@ class GangBackend(Backend):
     def kv_format(self) -> KVFormat:
         return self._kv_format or super().kv_format()
 
+    # -- KV
+
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
         key = next(self._keys)
-        unwanted = [self._unwanted.popleft() for _ in range(len(self._unwanted))]
-        command = wire.pack((key, [int(block) for block in block_ids], num_tokens, offset, unwanted))
+        command = wire.pack((key, [int(block) for block in block_ids], num_tokens, offset))
         self._started.send(Kind.READ_BLOCKS, command, answered=False)
-        blocks = GangBlocks(partial(self._launcher.collect, key, STEP_SHARE * self._config.step_deadline_s))
-        weakref.finalize(blocks, self._unwanted.append, key)
-        return blocks
+        timeout_s = STEP_SHARE * self._config.step_deadline_s
+        return GangBlocks(self._launcher, key, timeout_s, partial(self._keeper.read, key))
+
+    def receive_blocks(self, payloads: Sequence[KVPayload], timeout_s: float) -> Sequence[KVPayload]:
+        keys = [next(self._keys) for _ in payloads]
+        by_host = [[payload.part(heads or range(1)) for payload in payloads] for heads in self._heads]
+        here = [GangPayload(key, partial(self._keeper.received, key)) for key in keys]
+        hosts = self._launcher.deliver(keys, by_host, timeout_s)
+        done, late = concurrent.futures.wait(hosts, timeout_s + ANSWER_S, concurrent.futures.FIRST_EXCEPTION)
+        errors = [error for host in done if (error := host.exception()) is not None]
+        if not errors and not late:
+            return here
+        _keep_until(hosts, here)  # a host that is late would put it on its shelf after it was told to drop it
+        try:
+            raise errors[0] if errors else KVLateError(f"KV was not with all hosts within {timeout_s:g} s")
+        except KVLostError:
+            raise
+        except Exception as error:
+            raise KVLostError(f"KV does not come to all hosts: {first_line(error)}") from error
 
     def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
-        check_payload(payload.shares(), self.kv_format())  # here, where it may still be refused, and not on some host
-        key = next(self._keys)
-        self._launcher.deliver(key, payload)
-        command = wire.pack((key, [int(block) for block in block_ids], offset))
+        if not isinstance(payload, GangPayload):
+            raise KVLostError("KV was not brought to the hosts of the gang before it was to be written")
+        command = wire.pack((payload.key, [int(block) for block in block_ids], offset))
         self._started.send(Kind.WRITE_BLOCKS, command, answered=False)
+        payload.written()
+
+    def _drop(self, read: Sequence[int], received: Sequence[int]) -> None:
+        self._started.send(Kind.DROP_BLOCKS, wire.pack((read, received)), answered=False)
+
+    @property
+    def _keeper(self) -> Unwanted:
+        if self._unwanted is None:
+            raise BackendError("the gang is not loaded")
+        return self._unwanted
 
     @property
     def _started(self) -> Lines:
@@ -158,6 +156,8 @@ class GangBackend(Backend):
         if self._lines is None:
             return
         self._lines.retire()
+        if self._unwanted is not None:
+            self._unwanted.close()
         self._launcher.kill()
         self._lines.close(CLOSE_TIMEOUT_S)
 
@@ -172,12 +172,25 @@ class _GangStep(PendingStep):
         return self._gang.collect(self._step, self._call)
 
 
-def _differences(answers: Sequence[Message]) -> str:
+def _keep_until(hosts: Sequence[Future[None]], payloads: list[GangPayload]) -> None:
+    """Lets go of payloads when all hosts have said what became of them."""
+    left = itertools.count(len(hosts) - 1, -1)
+    lock = threading.Lock()
+
+    def ended(_: Future[None]) -> None:
+        with lock:
+            is_last = next(left) == 0
+        if is_last:
+            payloads.clear()
+
+    for host in hosts:
+        host.add_done_callback(ended)
+
+
+def _difference(records: Sequence[Mapping[str, Any]]) -> str:
     """What hosts say differently of themselves."""
-    records: list[dict[str, Any]] = [answer.content() for answer in answers]
-    first = records[0]
     for rank, record in enumerate(records):
         for name, value in record.items():
-            if value != first[name]:
-                return f"{name} is {first[name]} on host 0 and {value} on host {rank}"
-    return "their answers differ"
+            if value != records[0][name]:
+                return f"{name} is {records[0][name]} on host 0 and {value} on host {rank}"
+    return ""

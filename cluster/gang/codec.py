@@ -81,12 +81,20 @@ def token_checksum(result: StepResult) -> int:
     return zlib.crc32(_bytes(result.token_ids, _INT))
 
 
-def pack_info(info: BackendInfo, kv_format: KVFormat | None) -> bytes:
-    return pack({**asdict(info), "kv_format": None if kv_format is None else asdict(kv_format)})
+def pack_host(info: BackendInfo, kv_format: KVFormat | None, kv_heads: range) -> bytes:
+    """What a host says of itself: what it must have in common with the others, and the heads whose KV it keeps."""
+    common = {**asdict(info), "kv_format": None if kv_format is None else asdict(kv_format)}
+    return pack((common, kv_heads.start, kv_heads.stop))
+
+
+def unpack_host(content: Sequence[Any]) -> tuple[Mapping[str, Any], range]:
+    """A record for `unpack_info`, which can be compared with others', and the heads."""
+    common, first, end = content
+    return common, range(first, end)
 
 
 def unpack_info(content: Mapping[str, Any]) -> tuple[BackendInfo, KVFormat | None]:
-    """What `pack_info` was given."""
+    """What `pack_host` was given."""
     fields = dict(content)
     kv_format = fields.pop("kv_format")
     info = BackendInfo(**{**fields, "capabilities": Capabilities(**fields["capabilities"])})

@@ -13,23 +13,22 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.gang import codec, wire
+from cluster.gang.kv import KVSlice, ReadOut
 from cluster.gang.shelf import Shelf
 from cluster.gang.wire import Kind, Message
 from cluster.sockets import LineAddress, prepare
 from engine.backend import Backend, BackendError, PendingStep
 from engine.errors import first_line
-from engine.kv_blocks import KVPayload, PendingBlocks
+from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, PendingBlocks, Run, joined
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.2
-PAYLOAD_TIMEOUT_S = 30.0
-"""How long a write of KV waits for the KV, which comes another way."""
 
 
 class Host:
@@ -51,7 +50,7 @@ class Host:
         self._sending = threading.Lock()
         self._progress_at = 0.0
         self._phase = ""
-        self.shares: Shelf[PendingBlocks] = Shelf()  # KV that was read, under the leader's keys
+        self.reads: Shelf[PendingBlocks] = Shelf()  # KV, under the leader's keys
         self.payloads: Shelf[KVPayload] = Shelf()  # KV that is to be written
         self._line = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
         self._line.settimeout(None)
@@ -105,17 +104,21 @@ class Host:
             case Kind.LOAD:
                 info = self._backend.load(self._progress)
                 kv_format = self._backend.kv_format() if info.capabilities.kv_exchange else None
-                self._send(Kind.DONE, message.number, codec.pack_info(info, kv_format))
+                kv_heads = range(0) if kv_format is None else self._backend.kv_heads()
+                self._send(Kind.DONE, message.number, codec.pack_host(info, kv_format, kv_heads))
             case Kind.WARMUP:
                 self._backend.warmup(self._progress)
                 self._send(Kind.DONE, message.number, b"")
             case Kind.READ_BLOCKS:
-                key, block_ids, num_tokens, offset, unwanted = message.content()
-                self.shares.drop(unwanted)
-                self.shares.put(key, self._backend.read_blocks(block_ids, num_tokens, offset))
+                key, block_ids, num_tokens, offset = message.content()
+                self.reads.put(key, self._backend.read_blocks(block_ids, num_tokens, offset))
             case Kind.WRITE_BLOCKS:
                 key, block_ids, offset = message.content()
-                self._backend.write_blocks(block_ids, offset, self.payloads.take(key, PAYLOAD_TIMEOUT_S))
+                self._backend.write_blocks(block_ids, offset, self.payloads.take(key))
+            case Kind.DROP_BLOCKS:
+                read, received = message.content()
+                self.reads.drop(read)
+                self.payloads.drop(received)
             case _:
                 raise BackendError(f"the leader sent a message of kind {message.kind.name}")
 
@@ -125,6 +128,46 @@ class Host:
         if self._rank == 0 and (phase != self._phase or done >= total or now - self._progress_at > PROGRESS_INTERVAL_S):
             self._phase, self._progress_at = phase, now
             self._send(Kind.PROGRESS, 0, wire.pack((phase, done, total, detail)))
+
+    # -- KV, on any thread
+
+    def read_out(self, key: int, timeout_s: float) -> ReadOut:
+        """What there is of KV that a command of the leader reads, when the device has given it.
+
+        Raises:
+            TimeoutError: no such command came.
+            BackendError: the read failed.
+        """
+        shares = self.reads.get(key, timeout_s).result()
+        return ReadOut(
+            format=self._backend.kv_format(),
+            heads=tuple(share.heads for share in shares),
+            num_tokens=shares[0].num_tokens if shares else 0,
+        )
+
+    def give(self, slices: Sequence[KVSlice], heads: range) -> tuple[KVBlocks, ...]:
+        """Tokens of what was read out, one slice behind the other, of those heads that are here.
+
+        Raises:
+            KVLostError: the leader has had it dropped.
+        """
+        try:
+            reads = [self.reads.get(each.key, 0.0).result() for each in slices]
+        except TimeoutError:
+            raise KVLostError("the prefill replica does not keep this KV any more") from None
+        runs = [Run(shares=read, first=each.first, end=each.end) for read, each in zip(reads, slices, strict=True)]
+        return joined(runs, heads)
+
+    def receive(self, keys: Sequence[int], payloads: Sequence[KVPayload], timeout_s: float) -> None:
+        """Fetches KV that commands of the leader will write.
+
+        Raises:
+            KVLostError: it does not come, or is not what this host needs.
+        """
+        for key, payload in zip(keys, self._backend.receive_blocks(payloads, timeout_s), strict=True):
+            self.payloads.put(key, payload)
+
+    # -- the line
 
     def fail(self, reason: str) -> None:
         self._failed.set()

@@ -114,15 +114,16 @@ class Lines:
         deadline = time.monotonic() + timeout_s
         found: dict[int, _Peer] = {}
         with contextlib.closing(self._listener):
-            while len(found) < self.num_hosts:
-                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+            while missing := sorted(set(range(self.num_hosts)) - found.keys()):
+                left = deadline - time.monotonic()
                 try:
+                    if left <= 0:  # strangers may come without end
+                        raise TimeoutError
+                    self._listener.settimeout(left)
                     line, (where, *_) = self._listener.accept()
                 except TimeoutError:
-                    missing = sorted(set(range(self.num_hosts)) - found.keys())
-                    raise self.failed(
-                        f"hosts {', '.join(map(str, missing))} did not connect within {timeout_s:g} s"
-                    ) from None
+                    names = ", ".join(map(str, missing))
+                    raise self.failed(f"hosts {names} did not connect within {timeout_s:g} s") from None
                 peer = self._greet(line, where)
                 if peer is not None:
                     found[peer.rank] = peer
@@ -185,8 +186,8 @@ class Lines:
             self._changed.notify_all()
         if first:
             logger.error("the gang ends: %s", reason)
+            self._shut()  # first: hosts that hear of it end by themselves, however long the rest takes
             self._on_failure()
-            self._shut()
         return BackendError(self.problem)
 
     def retire(self) -> None:

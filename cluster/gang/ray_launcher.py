@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -13,22 +15,24 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster import ray_compat
-from cluster.gang.backend import Launcher
-from cluster.gang.kv import merged
+from cluster.gang.kv import KVHost, ReadOut
+from cluster.gang.launcher import Launcher
 from cluster.gang.placement import TIMEOUT_S, Reservation, Seat, platform, reserve
+from cluster.gang.ray_kv import WorkerHost
 from cluster.gang.worker import Worker, WorkerProcess
+from cluster.kv_objects import kv_error
 from cluster.sockets import LineAddress
 from engine.backend import BackendError, HostPlace, Progress
 from engine.config import EngineConfig
 from engine.errors import first_line
 from engine.kv_blocks import KVBlocks, KVLostError, KVPayload
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 120.0
-KILL_AFTER_S = 0.5
-"""Ray ends a process of this machine sooner, unless it is stopped."""
-THREADS = 4
-"""Of an actor: KV comes and goes while its leader commands it. More than there are at a time who wait for shares (two
-readers of transfers, the prefix store's writer): what `receive` brings is what they may be waiting for."""
+THREADS = 32
+"""Of an actor, for KV. More than there are who wait at a time: for KV that is being read (two readers of transfers, the
+prefix store's writer), and for KV on its way here (a decode replica's receivers, two readers of the prefix store)."""
 
 
 def worker_name(application: str, replica: str) -> str:
@@ -106,33 +110,65 @@ class RayLauncher(Launcher):
             .remote(self._log_level)
         )
 
-    def deliver(self, key: int, payload: KVPayload) -> None:
-        try:
-            kept = ray.put(payload)
-        except ray.exceptions.RayError as error:
-            raise KVLostError(f"KV can't be handed to the hosts: {first_line(error)}") from error
-        for actor in self._actors:
-            actor.receive.remote(key, kept)
+    # -- KV
 
-    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
-        futures = [actor.share.remote(key, timeout_s).future() for actor in self._actors]
-        if not futures:
+    def read_out(self, key: int, timeout_s: float) -> Sequence[tuple[KVHost, ReadOut]]:
+        actors = list(self._actors)
+        reads: list[ReadOut] = self._answers([a.read_out.remote(key, timeout_s) for a in actors], timeout_s)
+        return [(WorkerHost(actor), read) for actor, read in zip(actors, reads, strict=True)]
+
+    def collect(self, key: int, timeout_s: float) -> Sequence[Sequence[KVBlocks]]:
+        return self._answers([actor.collect.remote(key, timeout_s) for actor in self._actors], timeout_s)
+
+    def _answers(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        """All hosts' answers. Without Ray's blocking calls, as it has to be on any thread."""
+        if not calls:
             raise BackendError("the hosts whose KV was read are gone")
+        deadline = time.monotonic() + timeout_s
         try:
-            return merged([future.result(timeout_s) for future in futures])
+            return [call.future().result(max(0.0, deadline - time.monotonic())) for call in calls]
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise BackendError(f"KV could not be read from all hosts: {first_line(error)}") from error
+            reason = first_line(getattr(error, "cause", None) or error)  # of what a host has raised, that
+            raise BackendError(f"KV could not be read from all hosts: {reason}") from error
+
+    def deliver(
+        self, keys: Sequence[int], by_host: Sequence[Sequence[KVPayload]], timeout_s: float
+    ) -> Sequence[Future[None]]:
+        actors = list(self._actors)
+        if not actors:
+            raise KVLostError("the hosts that KV is for are gone")
+        return [
+            _outcome(actor.receive.remote(list(keys), list(payloads), timeout_s))
+            for actor, payloads in zip(actors, by_host, strict=True)
+        ]
 
     def kill(self) -> None:
         with self._lock:
             actors, self._actors = self._actors, []
             processes, self._processes = self._processes, []
             reservation, self._reservation = self._reservation, None
-        for actor in actors:
-            ray.kill(actor)
-        if reservation is not None:
-            reservation.release()
-        _, hanging = psutil.wait_procs(processes, timeout=KILL_AFTER_S)
-        for process in hanging:
+        for process in processes:  # those that Ray could not end, such as while its control store is away, end now
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        try:
+            for actor in actors:
+                ray.kill(actor)
+            if reservation is not None:
+                reservation.release()
+        except ray.exceptions.RayError as error:
+            logger.warning("Ray does not end a gang now, which its hosts notice: %s", first_line(error))
+
+
+def _outcome(call: ray.ObjectRef[None]) -> Future[None]:
+    """How a delivery ends, with errors as those of KV."""
+    outcome: Future[None] = Future()
+
+    def tell(done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(kv_error(error))
+
+    call.future().add_done_callback(tell)
+    return outcome

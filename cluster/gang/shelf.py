@@ -1,4 +1,4 @@
-"""Shelf: where one thread leaves something under a key that another one comes for, maybe first."""
+"""Shelf: where one thread leaves something under a key that others come for, maybe first."""
 
 from __future__ import annotations
 
@@ -19,16 +19,30 @@ class Shelf(Generic[T]):
             self._things[key] = thing
             self._changed.notify_all()
 
-    def take(self, key: Hashable, timeout_s: float) -> T:
-        """Raises:
-        TimeoutError: nobody has put anything there.
+    def get(self, key: Hashable, timeout_s: float) -> T:
+        """What lies there, and stays.
+
+        Raises:
+            TimeoutError: nobody has put anything there.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._things, timeout_s):
                 raise TimeoutError(f"nothing came for {key} within {timeout_s:g} s")
+            return self._things[key]
+
+    def take(self, key: Hashable) -> T:
+        """What lies there now.
+
+        Raises:
+            KeyError: nothing does.
+        """
+        with self._changed:
             return self._things.pop(key)
 
     def drop(self, keys: Iterable[Hashable]) -> None:
         with self._changed:
             for key in keys:
                 self._things.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._things)

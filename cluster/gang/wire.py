@@ -30,6 +30,7 @@ class Kind(IntEnum):
     STEP = 3
     READ_BLOCKS = 4
     WRITE_BLOCKS = 5
+    DROP_BLOCKS = 6  # KV that nobody needs
 
     DONE = 11  # answers of a host
     FAILED = 12  # one line

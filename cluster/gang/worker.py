@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from backends import create_backend
 from cluster import ray_compat
 from cluster.gang.host import Host
+from cluster.gang.kv import KVSlice, ReadOut
 from cluster.logs import configure_logging
 from cluster.sockets import LineAddress
 from engine.backend import HostPlace
 from engine.config import EngineConfig
-from engine.kv_blocks import KVBlocks, KVPayload
+from engine.kv_blocks import KVBlocks, KVPayload, checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,14 @@ class WorkerProcess:
     pid: int
     node_ip: str
     free_port: int  # for the coordinator, if this is rank 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenKV:
+    """One object of the object store: KV of one host."""
+
+    shares: tuple[KVBlocks, ...]
+    checksum: int | None  # CRC-32 of all data, where asked for
 
 
 class Worker:
@@ -46,18 +55,24 @@ class Worker:
         """
         self._host = Host(address, place.rank, create_backend(config, place), end_process)
 
-    def receive(self, key: int, payload: KVPayload) -> None:
-        """Takes KV that a command of the leader will write."""
-        self._joined.payloads.put(key, payload)
+    # -- KV, which goes beside the line: between hosts, and to whoever asks
 
-    def share(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
-        """This host's share of KV that a command of the leader has read.
+    def read_out(self, key: int, timeout_s: float) -> ReadOut:
+        """See Host.read_out."""
+        return self._joined.read_out(key, timeout_s)
 
-        Raises:
-            TimeoutError: no such command came.
-            BackendError: the read failed.
-        """
-        return self._joined.shares.take(key, timeout_s).result()
+    def collect(self, key: int, timeout_s: float) -> Sequence[KVBlocks]:
+        """All of this host's share of KV that a command of the leader reads."""
+        return self._joined.reads.get(key, timeout_s).result()
+
+    def give(self, slices: Sequence[KVSlice], heads: range, *, with_checksum: bool) -> GivenKV:
+        """See Host.give. The result is an object that the caller owns."""
+        shares = self._joined.give(slices, heads)
+        return GivenKV(shares=shares, checksum=checksum(shares) if with_checksum else None)
+
+    def receive(self, keys: Sequence[int], payloads: Sequence[KVPayload], timeout_s: float) -> None:
+        """See Host.receive."""
+        self._joined.receive(keys, payloads, timeout_s)
 
     @property
     def _joined(self) -> Host:

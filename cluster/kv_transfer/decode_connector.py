@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from cluster.kv_transfer.budget import ByteBudget
 from cluster.kv_transfer.fetch import Fetch
@@ -21,8 +22,8 @@ from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
 from cluster.kv_transfer.threshold import PrefillThreshold
 from cluster.kv_transfer.transport import KVTransport
+from engine.backend import Backend
 from engine.errors import first_line
-from engine.kv_blocks import KVFormat
 from engine.kv_connector import KVComplete, KVConnector, KVDemand, KVEvent
 from engine.metrics import MetricsSnapshot
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 REST_S = 5.0
 """How long prompts are computed here after there was no prefill replica to ask, or none that had not just failed."""
+RECEIVERS = 16
+"""Threads that wait for KV to come to this replica's hosts."""
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -39,7 +42,7 @@ class DecodeConnector(KVConnector):
     def __init__(
         self,
         replica: str,
-        kv_format: Callable[[], KVFormat],
+        backend: Backend,
         make_pool: Callable[[], PrefillPool],
         transport: KVTransport,
         threshold: PrefillThreshold,
@@ -51,12 +54,12 @@ class DecodeConnector(KVConnector):
         """
         Args:
             replica: this one's unique id, for names of transfers.
-            kv_format: of the loaded backend.
+            backend: loaded by the time of `attach`; KV comes to its hosts.
             make_pool: called once, on the loop.
             max_bytes: of KV on its way here; further prompts wait for it, and for no longer than `timeout_s`.
         """
         self._replica = replica
-        self._kv_format = kv_format
+        self._backend = backend
         self._make_pool = make_pool
         self._transport = transport
         self._threshold = threshold
@@ -72,6 +75,7 @@ class DecodeConnector(KVConnector):
         self._rests_until = 0.0
         # The loop's:
         self._budget = ByteBudget(max_bytes)
+        self._receivers = ThreadPoolExecutor(RECEIVERS, thread_name_prefix="kv-receive")
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by transfer
         self._pool: PrefillPool | None = None
         self._loop = asyncio.new_event_loop()
@@ -81,7 +85,7 @@ class DecodeConnector(KVConnector):
 
     def attach(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._bytes_per_token = self._kv_format().bytes_per_token
+        self._bytes_per_token = self._backend.kv_format().bytes_per_token
         self._metrics.min_prefill_tokens = self._threshold.tokens
         self._thread.start()
 
@@ -119,6 +123,7 @@ class DecodeConnector(KVConnector):
                 asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(CLOSE_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._receivers.shutdown(wait=False, cancel_futures=True)
 
     # -- the loop's thread
 
@@ -164,6 +169,8 @@ class DecodeConnector(KVConnector):
             demand,
             self._pool,
             self._transport,
+            self._backend.receive_blocks,
+            self._receivers,
             timeout_s=self._timeout_s,
             deliver=lambda event: self._deliver(transfer, event),
             count_chunk=lambda chunk: self._metrics.count_chunk(chunk.num_bytes, chunk.transfer_s),

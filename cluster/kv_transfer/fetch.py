@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,8 @@ from cluster.kv_transfer.messages import (
     TransferTicket,
 )
 from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
-from cluster.kv_transfer.transport import KVTransport
-from engine.kv_blocks import KVLostError, KVPayload
+from cluster.kv_transfer.transport import Arrival, KVTransport
+from engine.kv_blocks import KVLateError, KVLostError, Receive
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 
 WINDOW = 3
@@ -57,17 +58,11 @@ class FetchRecord:
     chunks: tuple[ChunkRecord, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arrival:
-    start: int
-    end: int
-    payload: KVPayload
-
-
 class Fetch:
     """Use it from one event loop.
 
     Args:
+        receive: brings KV to the hosts that will write it; waits, on a thread of `receivers`.
         deliver: takes the events.
         count_chunk: takes each chunk's record as it arrives.
     """
@@ -78,6 +73,8 @@ class Fetch:
         demand: KVDemand,
         pool: PrefillPool,
         transport: KVTransport,
+        receive: Receive,
+        receivers: Executor,
         *,
         timeout_s: float,
         deliver: Callable[[KVEvent], None],
@@ -88,15 +85,18 @@ class Fetch:
         self._end = len(demand.token_ids)
         self._pool = pool
         self._transport = transport
+        self._receive_blocks = receive
+        self._receivers = receivers
         self._timeout_s = timeout_s
         self._deliver = deliver
         self._count_chunk = count_chunk
         self._arrived = demand.num_cached_tokens
         self._num_delivered = 0  # chunks
-        self._arrivals: dict[int, list[_Arrival]] = {}  # by chunk, of those before which one is missing
+        self._arrivals: dict[int, list[Arrival]] = {}  # by chunk, of those before which one is missing
         self._calls: set[asyncio.Task[None]] = set()
         self._errors: list[Exception] = []  # of calls
         self._num_asked = 0  # chunks
+        self._answered: set[int] = set()  # of those
         self._num_awaited = 0
         self._has_ended = False  # there are no more chunks than have been asked for
         self._answer: PrefillAnswer | None = None
@@ -197,20 +197,39 @@ class Fetch:
     async def _fetch_chunk(self, ticket: TransferTicket, index: int) -> None:
         called_at = time.monotonic()
         try:
-            chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)
+            chunk = await self._bring(ticket, index)
         except PrefillError as error:
             if error.reason != "lost":
                 raise
-            chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)  # it is kept until acknowledged
-        self._num_awaited -= 1
+            chunk = await self._bring(ticket, index)  # it is kept until acknowledged
+        if chunk is not None:
+            self._record(index, chunk, called_at)
+            self._deliver_in_order()
+
+    async def _bring(self, ticket: TransferTicket, index: int) -> KVChunk | None:
+        """A chunk that is with the hosts that will write it; None if there is none."""
+        chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)
+        if index not in self._answered:
+            self._answered.add(index)
+            self._num_awaited -= 1
         if isinstance(chunk, NoChunk):
             if chunk.failure is not None:
                 raise PrefillError("unavailable", chunk.failure)
             self._has_ended = True
-            return
-        self._arrivals[index] = await asyncio.to_thread(self._unpack, chunk, source)
-        self._record(index, chunk, called_at)
-        self._deliver_in_order()
+            return None
+        loop = asyncio.get_running_loop()
+        self._arrivals[index] = await loop.run_in_executor(self._receivers, self._receive, chunk, source)
+        return chunk
+
+    def _receive(self, chunk: KVChunk, source: object) -> list[Arrival]:
+        try:
+            arrivals = self._transport.unpack(chunk, source)
+            payloads = self._receive_blocks([each.payload for each in arrivals], self._timeout_s)
+        except KVLateError as error:
+            raise PrefillError("timeout", str(error)) from None
+        except KVLostError as error:
+            raise PrefillError("lost", str(error)) from None
+        return [replace(each, payload=payload) for each, payload in zip(arrivals, payloads, strict=True)]
 
     def _record(self, index: int, chunk: KVChunk, called_at: float) -> None:
         record = ChunkRecord(
@@ -221,16 +240,6 @@ class Fetch:
         )
         self._records.append(record)
         self._count_chunk(record)
-
-    def _unpack(self, chunk: KVChunk, source: object) -> list[_Arrival]:
-        try:
-            payloads = self._transport.unpack(chunk, source)
-        except KVLostError as error:
-            raise PrefillError("lost", str(error)) from error
-        return [
-            _Arrival(start=piece.start, end=piece.end, payload=payload)
-            for piece, payload in zip(chunk.pieces, payloads, strict=True)
-        ]
 
     def _deliver_in_order(self) -> None:
         while (arrivals := self._arrivals.pop(self._num_delivered, None)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.gang.kv import HeldKV
 from cluster.messages import Destination
 from engine.kv_blocks import KVBlocks
 from engine.request import EngineRequest, TokenLogprobs
@@ -50,21 +51,41 @@ class PrefillAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVPiece:
-    """KV of tokens start .. end - 1. A section's shares hold all heads together."""
+    """KV of tokens start .. end - 1: either the data itself, or where it is."""
 
     start: int
     end: int
-    sections: Mapping[str, tuple[KVBlocks, ...]]
+    sections: Mapping[str, tuple[KVBlocks, ...]]  # whose shares hold all heads together
     checksum: int | None = None  # CRC-32 of all data, where configured
+    held: tuple[HeldTokens, ...] = ()  # hosts of a gang that have the main section's
 
     @property
     def num_bytes(self) -> int:
-        return sum(share.data.nbytes for section in self.sections.values() for share in section)
+        data = sum(share.data.nbytes for section in self.sections.values() for share in section)
+        return data + sum(tokens.num_bytes for tokens in self.held)
+
+    @property
+    def object_bytes(self) -> int:
+        """Of the largest object that it adds to."""
+        return max(tokens.num_bytes for tokens in self.held) if self.held else self.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldTokens:
+    """Tokens first .. end - 1 of what a host of a gang has."""
+
+    kv: HeldKV
+    first: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.end - self.first) * self.kv.bytes_per_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVChunk:
-    """One object of the object store: consecutive pieces."""
+    """Consecutive pieces: one object of the object store, or one of each host of a gang."""
 
     pieces: tuple[KVPiece, ...]
     waited_s: float = 0.0  # how long the call waited for it to be computed

@@ -126,10 +126,10 @@ class Transfer:
         """Takes what fits a chunk, once that is worth one."""
         count = num_bytes = 0
         for piece in self._gathered:
-            if count and num_bytes + piece.num_bytes > self._transport.max_bytes:
+            if count and num_bytes + piece.object_bytes > self._transport.max_bytes:
                 break
             count += 1
-            num_bytes += piece.num_bytes
+            num_bytes += piece.object_bytes
         is_enough = num_bytes >= self._transport.min_bytes or count < len(self._gathered) or self._is_read
         return [self._gathered.popleft() for _ in range(count)] if is_enough else []
 
@@ -156,7 +156,7 @@ class Transfer:
 
 
 def _read_out(transport: KVTransport, export: KVExport) -> list[KVPiece]:
-    return transport.pack(export.start, export.blocks.result())
+    return transport.pack(export.start, export.blocks)
 
 
 def _with_token(earlier: RequestOutput | None, output: RequestOutput) -> RequestOutput:

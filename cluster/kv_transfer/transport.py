@@ -1,17 +1,27 @@
-"""KVTransport: how KV gets from a prefill replica's process into a decode replica's.
+"""KVTransport: how KV gets from a prefill replica's hosts into a decode replica's.
 
 `pack` runs at prefill and makes what a call of `fetch_kv` answers; `unpack` runs at decode on that answer. The object
-store carries the data in the answer itself. A transport that moves data by other means (JAX's transfer server, RDT)
-puts an address there, and fetches in `unpack`.
+store carries one host's data in the answer itself; of a gang, the answer says which hosts have it. A transport that
+moves data by other means (JAX's transfer server, RDT) puts an address there, too, and fetches with the payload.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.kv_transfer.messages import KVChunk, KVPiece
-from engine.kv_blocks import KVBlocks, KVPayload
+from engine.kv_blocks import KVPayload, PendingBlocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """KV of tokens start .. end - 1, for `Backend.receive_blocks`."""
+
+    start: int
+    end: int
+    payload: KVPayload
 
 
 class KVTransport(ABC):
@@ -26,16 +36,20 @@ class KVTransport(ABC):
     max_bytes: int
 
     @abstractmethod
-    def pack(self, start: int, shares: Sequence[KVBlocks]) -> list[KVPiece]:
-        """Makes pieces of at most `max_bytes` of the KV of consecutive tokens from `start` on."""
+    def pack(self, start: int, blocks: PendingBlocks) -> list[KVPiece]:
+        """Makes pieces of at most `max_bytes` of the KV of consecutive tokens from `start` on, when it is read out.
+
+        Raises:
+            BackendError: it can't be read.
+        """
 
     @abstractmethod
-    def unpack(self, chunk: KVChunk, source: object) -> list[KVPayload]:
-        """The KV of each piece of a chunk that has arrived.
+    def unpack(self, chunk: KVChunk, source: object) -> Sequence[Arrival]:
+        """The KV of a chunk, which may still have to be fetched.
 
         Args:
             source: what other hosts of this replica get the chunk by, for themselves.
 
         Raises:
-            KVLostError: it is not what was sent, or not what this side understands.
+            KVLostError: it is not what this side understands.
         """

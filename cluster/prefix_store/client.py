@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.prefix_store.messages import Changes, Offer, Run, Version
-from engine.kv_blocks import KVBlocks
+from engine.kv_blocks import KVBlocks, KVPayload
 
 
 class StoreError(RuntimeError):
-    """The store has not done what was asked: it is gone, full, slow, or what it held is lost. One line."""
-
-
-class StoredKVLostError(StoreError):
-    """A segment is gone for good: its node has died."""
+    """The store has not done what was asked: it is gone, full or slow. One line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +71,8 @@ class StoreClient(ABC):
         """The longest beginning of `block_hashes` that is all in the store."""
 
     @abstractmethod
-    def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
-        """The whole segment that holds a run, without copying what is on this node."""
+    def payload(self, found: Found) -> KVPayload:
+        """The whole segment that holds a run, for whoever fetches it, without copying what is on that node."""
 
     @abstractmethod
     def lost(self, found: Found) -> None:

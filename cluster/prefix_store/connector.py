@@ -44,7 +44,7 @@ class PrefixStoreConnector(KVConnector):
     def attach(self, wake: Callable[[], None]) -> None:
         bytes_per_block = self._backend.kv_format().bytes_per_token * self._block_size
         size = {"block_size": self._block_size, "bytes_per_block": bytes_per_block}
-        self._reader = Reader(self._client, self._metrics, wake, **size)
+        self._reader = Reader(self._client, self._backend.receive_blocks, self._metrics, wake, **size)
         self._writer = Writer(self._client, self._follower, self._chains, self._metrics, **size)
         self._follower.start()
 

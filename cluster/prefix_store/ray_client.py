@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ObjectLostError, RayError
+from ray.exceptions import RayError
 
 from cluster import ray_compat
+from cluster.kv_objects import fetched
 from cluster.prefix_store.actor import find_or_create
-from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoreError
 from cluster.prefix_store.messages import Changes, Version
 from engine.errors import first_line
-from engine.kv_blocks import KVBlocks
+from engine.kv_blocks import KVBlocks, KVPayload, RemotePayload
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,11 @@ class RayStoreClient(StoreClient):
 
     Args:
         capacity_bytes: of this node's memory; None: a share of its object store.
+        reads_here: KV is for this process, and not for hosts elsewhere.
     """
 
-    def __init__(self, application: str, replica: str, capacity_bytes: int | None) -> None:
+    def __init__(self, application: str, replica: str, capacity_bytes: int | None, *, reads_here: bool = True) -> None:
+        self._reads_here = reads_here
         self._application = application
         self._replica = replica
         self._wanted_bytes = capacity_bytes
@@ -65,19 +68,13 @@ class RayStoreClient(StoreClient):
     def find(self, space: bytes, block_hashes: Sequence[bytes], timeout_s: float) -> Sequence[Found]:
         runs = self._ask("find", space, list(block_hashes), timeout_s=timeout_s)
         found = [Found(run=run, content=content) for run, content in runs]
-        if len(found) > 1:
+        if len(found) > 1 and self._reads_here:
             with contextlib.suppress(RayError):  # begins to bring all of them here; waits for none
                 ray.wait(list(dict.fromkeys(item.content[0] for item in found)), timeout=0)
         return found
 
-    def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
-        try:
-            shares: Sequence[KVBlocks] = ray.get(found.content[0], timeout=timeout_s)
-        except ObjectLostError as error:
-            raise StoredKVLostError(f"stored KV is lost: {first_line(error)}") from error
-        except RayError as error:
-            raise StoreError(f"stored KV is late: {first_line(error)}") from error
-        return shares
+    def payload(self, found: Found) -> KVPayload:
+        return SegmentPayload(found.content[0])
 
     def lost(self, found: Found) -> None:
         self._tell("lost", found.run.segment)
@@ -114,3 +111,14 @@ class RayStoreClient(StoreClient):
                 largest / 2**30,
             )
         return min(wanted, largest)
+
+
+class SegmentPayload(RemotePayload):
+    """A segment of the store. Sent to another process, only the reference travels."""
+
+    def __init__(self, source: ray.ObjectRef[Sequence[KVBlocks]]) -> None:
+        self._source = source
+
+    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
+        shares: Sequence[KVBlocks] = fetched(self._source, timeout_s)
+        return shares

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from cluster.prefix_store.client import Found, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.client import Found, StoreClient, StoreError
 from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
-from engine.kv_blocks import KVBlocks, LocalPayload
+from engine.kv_blocks import KVBlocks, KVLateError, KVLostError, KVPayload, Receive, RemotePayload, Run, joined
 from engine.kv_connector import KVArrived, KVComplete, KVEvent
 
 logger = logging.getLogger(__name__)
@@ -30,6 +28,21 @@ SLOWEST_BYTES_PER_S = 256 << 20
 """A fetch that is slower than this, after a fixed time, is given up."""
 REST_S = 5.0
 """So long nothing is asked of a store that has not answered in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensOf(RemotePayload):
+    """Tokens first .. end - 1 of a payload."""
+
+    payload: KVPayload
+    first: int
+    end: int
+
+    def part(self, heads: range) -> KVPayload:
+        return replace(self, payload=self.payload.part(heads))
+
+    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
+        return joined([Run(shares=self.payload.fetch(timeout_s), first=self.first, end=self.end)])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,12 +59,14 @@ class Reader:
     """`begin`, `cancel` and `events` are called by the engine's thread and return at once.
 
     Args:
+        receive: brings KV to the hosts that will write it.
         wake: called, from any thread, when there are events.
     """
 
     def __init__(
         self,
         client: StoreClient,
+        receive: Receive,
         metrics: StoreMetrics,
         wake: Callable[[], None],
         *,
@@ -59,6 +74,7 @@ class Reader:
         bytes_per_block: int,
     ) -> None:
         self._client = client
+        self._receive = receive
         self._metrics = metrics
         self._wake = wake
         self._block_size = block_size
@@ -107,7 +123,7 @@ class Reader:
         failure = None
         try:
             self._fetch(space, fetch)
-        except StoreError as error:
+        except (StoreError, KVLostError) as error:
             failure = str(error)
         except Exception as error:
             logger.exception("reading from the prefix store failed")
@@ -128,23 +144,23 @@ class Reader:
                 if fetch.cancelled:
                     return
                 self._read(fetch, found, _left(deadline))
-        except StoredKVLostError:
-            raise
-        except StoreError:
+        except (StoreError, KVLateError):
             self._resting_until = time.monotonic() + REST_S
             raise
 
     def _read(self, fetch: _Fetch, found: Found, timeout_s: float) -> None:
         run, size = found.run, self._block_size
+        segment = self._client.payload(found)
+        wanted = TokensOf(payload=segment, first=run.first * size, end=(run.first + run.count) * size)
         try:
-            shares = self._client.read(found, timeout_s)
-        except StoredKVLostError:
+            [payload] = self._receive([wanted], timeout_s)
+        except KVLateError:
+            raise
+        except KVLostError:
             self._client.lost(found)
             raise
-        blocks = [_cut(share, run.first * size, (run.first + run.count) * size) for share in shares]
         start, fetch.arrived = fetch.arrived, fetch.arrived + run.count * size
-        self._metrics.add(read_bytes=sum(share.data.nbytes for share in blocks))
-        payload = LocalPayload(blocks=blocks)
+        self._metrics.add(read_bytes=run.count * self._bytes_per_block)
         self._post(fetch, KVArrived(request_id=fetch.request_id, start=start, end=fetch.arrived, payload=payload))
 
     def _post(self, fetch: _Fetch, event: KVEvent) -> None:
@@ -157,10 +173,3 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise StoreError("KV did not come from the prefix store in time")
     return left
-
-
-def _cut(share: KVBlocks, start: int, end: int) -> KVBlocks:
-    """Some tokens of a share, contiguous; the share itself if it is all of them."""
-    if (start, end) == (0, share.num_tokens):
-        return share
-    return replace(share, data=np.ascontiguousarray(share.data[:, :, :, start:end]))

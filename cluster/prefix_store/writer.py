@@ -13,14 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from cluster.prefix_store.chains import RecentChains
 from cluster.prefix_store.client import NewSegment, StoreClient, StoreError
 from cluster.prefix_store.follower import Follower
 from cluster.prefix_store.metrics import StoreMetrics
 from engine.errors import first_line
-from engine.kv_blocks import KVBlocks, PendingBlocks
+from engine.kv_blocks import KVBlocks, PendingBlocks, Run, joined
 
 logger = logging.getLogger(__name__)
 
@@ -162,23 +160,13 @@ class Writer:
         logger.debug("%d blocks are not stored: %s", count, first_line(error))
 
 
-def gather(blocks: Sequence[_Block], block_size: int) -> list[KVBlocks]:
+def gather(blocks: Sequence[_Block], block_size: int) -> Sequence[KVBlocks]:
     """The blocks one behind the other, in shares with contiguous data."""
-    runs: list[tuple[Sequence[KVBlocks], int, int]] = []  # shares, first and end block
+    runs: list[Run] = []
     for block in blocks:
-        if runs and runs[-1][0] is block.shares and runs[-1][2] == block.index:
-            runs[-1] = (block.shares, runs[-1][1], block.index + 1)
+        first, end = block.index * block_size, (block.index + 1) * block_size
+        if runs and runs[-1].shares is block.shares and runs[-1].end == first:
+            runs[-1] = replace(runs[-1], end=end)
         else:
-            runs.append((block.shares, block.index, block.index + 1))
-    first = blocks[0].shares
-    return [
-        replace(
-            share,
-            data=_joined([s[n].data[:, :, :, start * block_size : end * block_size] for s, start, end in runs]),
-        )
-        for n, share in enumerate(first)
-    ]
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=3)
+            runs.append(Run(shares=block.shares, first=first, end=end))
+    return joined(runs)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.kv_blocks import LocalPayload
+from engine.kv_blocks import KVPayload, LocalPayload
 from engine.kv_connector import KVArrived, KVComplete, KVConnector, KVDemand, KVEvent, KVExport
 from engine.request import RequestOutput
+
+RECEIVE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +61,9 @@ class PrefillEngine(KVConnector):
 
     def _send(self, export: KVExport) -> None:
         fetch, owner = self._owners[export.request_id]
-        payload = LocalPayload(blocks=export.blocks.result())
+        payload: KVPayload = LocalPayload(blocks=export.blocks.result())
+        if owner.receiver is not None:
+            [payload] = owner.receiver.receive_blocks([payload], RECEIVE_TIMEOUT_S)
         owner.push(
             fetch,
             KVArrived(request_id=fetch.request_id, start=export.start, end=export.end, payload=payload),
@@ -86,7 +90,12 @@ class DecodeConnector(KVConnector):
     """
     Args:
         wants: which requests to have computed elsewhere.
+
+    Attributes:
+        receiver: the decode engine's backend, if KV must be brought to its hosts.
     """
+
+    receiver: Backend | None = None
 
     def __init__(self, prefill: PrefillEngine, wants: Callable[[KVDemand], bool] = lambda _: True) -> None:
         self._prefill = prefill

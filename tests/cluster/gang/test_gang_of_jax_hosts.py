@@ -12,13 +12,18 @@ import pytest
 
 from backends.jax.backend import JaxBackend
 from cluster.gang.backend import GangBackend
+from cluster.gang.ray_kv import GivenPayload
 from cluster.gang.ray_launcher import RayLauncher
+from cluster.kv_transfer.object_store import ObjectPayload
+from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.kv_connector import KVConnector
+from engine.pools import prefill_config
 from tests.backends.jax.engine import Answer, Engine, engine
 from tests.backends.jax.test_tensor_parallel import SMALL, logprob_values, requests
 from tests.backends.models import tiny_llama
 from tests.cluster.apps import eventually
+from tests.cluster.kv_transfer.pair import PrefillReplica
 from tests.engine.loopback import DecodeConnector, PrefillEngine
 
 OPTIONS: dict[str, Any] = {**SMALL, "backend": "cpu", "dtype": "float32", "compilation_cache_dir": "none"}
@@ -66,6 +71,7 @@ def test_two_hosts_give_what_one_gives_and_end_together(serve_url: str, model: P
     prefill = PrefillEngine(config, JaxBackend(config))
     connector = DecodeConnector(prefill, wants=lambda _: bool(fetching))
     with gang(model, 2, 4, connector, warmup=True) as (running, launcher):
+        connector.receiver = running.backend
         assert running.info.device.startswith("cpu x4 on 2 hosts (float32")
         assert_alike(running.run(*requests()), expected)
         assert running.core.metrics().values["compilations_after_warmup"] == 0
@@ -110,3 +116,57 @@ def test_one_host_goes_on_with_what_two_have_computed(serve_url: str, model: Pat
         assert running.core.metrics().values["kv_imported_tokens"] > 100
         assert running.core.metrics().values["kv_import_failures"] == 0
     prefill.stop()
+
+
+POOLS = {"disagg_topo": "1,1", "disagg_min_prefill_tokens": 4, "kv_transfer_object_mib": 0}
+POOLS |= {"kv_transfer_checksums": True, "max_num_batched_tokens": 16}
+
+
+def made(config: EngineConfig) -> Backend:
+    return JaxGang(config) if config.num_hosts > 1 else JaxBackend(config)
+
+
+def not_here(*_: object) -> Any:
+    raise AssertionError("KV came to a leader")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((2, 2, 16), (2, 2, 16)),
+        ((2, 2, 32), (2, 4, 8)),
+        ((2, 4, 8), (1, 1, 32)),
+        ((1, 1, 16), (2, 2, 8)),
+    ],
+    ids=["alike", "to more chips", "to one host", "from one host"],
+)
+def test_pools_of_hosts_give_what_one_engine_gives_and_leaders_have_none_of_their_kv(
+    serve_url: str,
+    model: Path,
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    prefill: tuple[int, int, int],
+    decode: tuple[int, int, int],
+) -> None:
+    assert serve_url
+    names = ("num_hosts", "tensor_parallel_size", "block_size")
+    sizes = dict(zip(names, decode, strict=True)) | {
+        f"prefill_{name}": size for name, size in zip(names, prefill, strict=True)
+    }
+    config = EngineConfig.from_args({**OPTIONS, **POOLS, **sizes, "model": str(model)})
+    if decode[0] > 1:
+        monkeypatch.setattr(GivenPayload, "fetch", not_here)  # in this process, which leads both gangs
+        monkeypatch.setattr(ObjectPayload, "fetch", not_here) if prefill[0] > 1 else None
+    monkeypatch.setattr(RayLauncher, "collect", not_here)
+    replica = PrefillReplica(prefill_config(config), made(prefill_config(config)))
+    backend = made(config)
+    connector = replica.connector(config, backend)
+    with engine(make_backend=lambda _: backend, connector=connector, **config.model_dump()) as running:
+        assert_alike(running.run(*requests()), expected)
+        values, failures = connector.metrics().values, connector.metrics().labelled["kv_transfer_failures"]
+        assert values["kv_transfers"] >= 4
+        assert values["kv_transfer_bytes"] == values["kv_transfer_tokens"] * backend.kv_format().bytes_per_token
+        assert not any(failures.values())
+        assert running.core.metrics().values["kv_import_failures"] == 0
+    replica.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +14,13 @@ from cluster.kv_transfer.messages import MAIN, KVChunk, NoChunk, PrefillAnswer, 
 from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
 from cluster.kv_transfer.transfer import Transfer
-from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
+from engine.kv_blocks import KVBlocks, KVFormat
 from engine.kv_connector import KVDemand, KVExport
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
+from tests.cluster.kv_backend import Ready
 
 FORMAT = KVFormat(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
 MIB = 1 << 20
-
-
-@dataclass
-class Blocks(PendingBlocks):
-    shares: Sequence[KVBlocks]
-
-    def result(self) -> Sequence[KVBlocks]:
-        return self.shares
 
 
 def blocks(start: int, end: int, *, kv_format: KVFormat = FORMAT, cut: int = 4) -> list[KVBlocks]:
@@ -46,7 +38,7 @@ def blocks(start: int, end: int, *, kv_format: KVFormat = FORMAT, cut: int = 4) 
 
 def export(start: int, end: int, kv_format: KVFormat = FORMAT) -> KVExport:
     shares = blocks(start, end, kv_format=kv_format, cut=2)
-    return KVExport(request_id="t", start=start, end=end, blocks=Blocks(shares), block_hashes=())
+    return KVExport(request_id="t", start=start, end=end, blocks=Ready(shares), block_hashes=())
 
 
 def request(num_tokens: int, name: str = "r") -> EngineRequest:

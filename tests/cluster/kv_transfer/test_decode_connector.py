@@ -19,6 +19,7 @@ from cluster.kv_transfer.threshold import FIRST_GUESS, LARGEST, PrefillThreshold
 from cluster.roles import Role
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 from tests.cluster.apps import eventually
+from tests.cluster.kv_backend import KVBackend
 from tests.cluster.kv_transfer.kv import FORMAT, LocalPool, demand
 
 CALLS = 1 + 1 + 5
@@ -66,7 +67,7 @@ def engine(
 ) -> Iterator[Engine]:
     connector = DecodeConnector(
         "d",
-        lambda: FORMAT,
+        KVBackend(FORMAT),
         lambda: pool,
         ObjectStoreTransport(checksums=True, min_bytes=pool.min_bytes),
         PrefillThreshold(min_tokens),

@@ -11,22 +11,15 @@ from typing import Any
 import pytest
 
 from backends.mock import MockBackend, mock_tokens
-from cluster.kv_transfer.decode_connector import DecodeConnector
-from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
-from cluster.kv_transfer.metrics import TransferMetrics
-from cluster.kv_transfer.object_store import MIB, ObjectStoreTransport
-from cluster.kv_transfer.prefill_connector import PrefillConnector
-from cluster.kv_transfer.prefill_pool import PrefillError, PrefillPool
-from cluster.kv_transfer.table import TransferTable
-from cluster.kv_transfer.threshold import PrefillThreshold
-from cluster.messages import Refusal
-from cluster.prefill_desk import PrefillDesk
-from cluster.roles import Role
+from cluster.gang.backend import GangBackend
+from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.pools import prefill_config
 from engine.request import EngineRequest, RequestOutput, SamplingParams
 from tests.cluster.apps import eventually
+from tests.cluster.gang.local_gang import LocalLauncher
+from tests.cluster.kv_transfer.pair import PrefillReplica
 
 OPTIONS: dict[str, Any] = {
     "backend": "mock",
@@ -43,56 +36,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class DeskPool(PrefillPool):
-    """Calls a desk as Serve would."""
-
-    def __init__(self, desk: PrefillDesk) -> None:
-        self._desk = desk
-
-    async def choose(self, request: EngineRequest, transfer: str) -> str:  # noqa: ARG002
-        return "p"
-
-    async def prefill(self, ticket: TransferTicket, order: PrefillOrder) -> PrefillAnswer:
-        answer = await self._desk.prefill(ticket, order)
-        if isinstance(answer, Refusal):
-            raise PrefillError("refused", answer.message)
-        return answer
-
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
-        return await self._desk.fetch(ticket, index, num_received), None
-
-    def suspect(self, replica: str) -> bool:
-        raise AssertionError(f"{replica} has done nothing wrong")
-
-    def close(self, ticket: TransferTicket) -> None:
-        self._desk.close(ticket)
-
-
 class Pair:
     def __init__(self, **options: Any) -> None:
         config = EngineConfig.from_args({**OPTIONS, **options})
-        transport, max_bytes = ObjectStoreTransport.of(config), config.kv_transfer_max_mib * MIB
-        self.table = TransferTable(transport, TransferMetrics(Role.PREFILL), max_bytes=max_bytes, lease_s=1)
-        desk = PrefillDesk(self.table)
         own = prefill_config(config)
-        self.prefill = EngineCore(own, MockBackend(own, check=True), desk.emit, PrefillConnector(self.table))
-        backend = MockBackend(config, check=True)
-        self.connector = DecodeConnector(
-            "d",
-            backend.kv_format,
-            lambda: DeskPool(desk),
-            transport,
-            PrefillThreshold(config.disagg_min_prefill_tokens),
-            TransferMetrics(Role.DECODE),
-            max_bytes=max_bytes,
-            timeout_s=config.kv_transfer_timeout_s,
-        )
+        self.launchers: list[LocalLauncher] = []  # of gangs
+        self._replica = PrefillReplica(own, self._backend(own))
+        self.prefill, self.table = self._replica.engine, self._replica.table
+        backend = self._backend(config)
+        self.connector = self._replica.connector(config, backend)
         self.outputs: queue.Queue[list[RequestOutput]] = queue.Queue()
         self.decode = EngineCore(config, backend, self.outputs.put, self.connector)
-        for engine in (self.prefill, self.decode):
-            engine.load()
-            engine.start()
-        desk.attach(self.prefill)
+        self.decode.load()
+        self.decode.start()
+
+    def stop(self) -> None:
+        self.decode.stop()
+        self._replica.stop()
+
+    def _backend(self, config: EngineConfig) -> Backend:
+        hosts = [MockBackend(config, check=True) for _ in range(config.num_hosts)]
+        if len(hosts) == 1:
+            return hosts[0]
+        self.launchers.append(LocalLauncher(hosts))
+        return GangBackend(config, self.launchers[-1])
 
     def collect(self, names: set[str]) -> dict[str, list[int]]:
         """The tokens of these requests, when all have ended."""
@@ -113,8 +80,7 @@ def pair(**options: Any) -> Iterator[Pair]:
     try:
         yield subject
     finally:
-        subject.decode.stop()
-        subject.prefill.stop()
+        subject.stop()
 
 
 def submit(subject: Pair, rng: random.Random, number: int) -> tuple[str, list[int]]:
@@ -148,6 +114,27 @@ def test_random_requests_and_aborts_yield_what_one_engine_yields_and_leave_both_
         for engine in (subject.prefill, subject.decode):
             wait_until_empty(engine)
         assert subject.table.num_open == 0
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (2, 1), (1, 2)], ids=["gangs", "prefill gang", "decode gang"])
+def test_pools_of_gangs_yield_the_same_and_leave_nothing_with_their_hosts(hosts: tuple[int, int]) -> None:
+    rng = random.Random(sum(hosts))
+    prefill, decode = ({"num_hosts": count, "tensor_parallel_size": count} for count in hosts)
+    with pair(**decode, **{f"prefill_{name}": value for name, value in prefill.items()}) as subject:
+        expected = dict(submit(subject, rng, number) for number in range(30))
+        aborted = set(rng.sample(sorted(expected), 10))
+        for name in aborted:
+            subject.decode.abort(name)
+        answers = subject.collect(set(expected))
+        for name, tokens in answers.items():
+            assert tokens == expected[name][: len(tokens)]
+            assert name in aborted or len(tokens) == len(expected[name])
+        assert subject.connector.metrics().values["kv_transfers"] > 5
+        assert not any(subject.connector.metrics().labelled["kv_transfer_failures"].values())
+        eventually(lambda: subject.table.num_open == 0, 5)
+        members = [host for launcher in subject.launchers for host in launcher.hosts]
+        eventually(lambda: not any(len(host.reads) + len(host.payloads) for host in members), 5)
+        assert not any(launcher.num_collected for launcher in subject.launchers)
 
 
 def wait_until_empty(engine: EngineCore) -> None:

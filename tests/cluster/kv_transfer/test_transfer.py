@@ -18,6 +18,7 @@ from cluster.kv_transfer.transfer import Transfer
 from cluster.roles import Role
 from engine.backend import BackendError
 from engine.kv_blocks import KVBlocks, KVLostError, PendingBlocks
+from tests.cluster.kv_backend import Ready
 from tests.cluster.kv_transfer.kv import FORMAT, blocks, export, last_output
 
 TOKEN = FORMAT.bytes_per_token
@@ -76,7 +77,7 @@ async def test_little_does_not_go_before_there_is_more_and_a_call_that_waits_get
 
 
 async def test_cut_pieces_are_contiguous_and_hold_their_own_tokens() -> None:
-    for piece in transport(max_tokens=7).pack(100, blocks(100, 120, cut=2)):
+    for piece in transport(max_tokens=7).pack(100, Ready(blocks(100, 120, cut=2))):
         assert [share.heads for share in piece.sections[MAIN]] == [range(2), range(2, 4)]
         for share in piece.sections[MAIN]:
             assert share.data.flags.c_contiguous
@@ -124,16 +125,20 @@ async def test_kv_that_can_not_be_read_fails_the_transfer() -> None:
     assert await subject.computed() is None
 
 
+def _fetched(piece: KVPiece) -> list[KVBlocks]:
+    arrivals = transport().unpack(KVChunk(pieces=(piece,)), None)
+    return [share for arrival in arrivals for share in arrival.payload.fetch(0)]
+
+
 async def test_damage_and_what_this_release_does_not_know_are_noticed() -> None:
-    [piece] = transport().pack(0, blocks(0, 4))
-    [payload] = transport().unpack(KVChunk(pieces=(piece,)), None)
-    assert payload.shares() == piece.sections[MAIN]
+    [piece] = transport().pack(0, Ready(blocks(0, 4)))
+    assert _fetched(piece) == list(piece.sections[MAIN])
     damaged = replace(piece, checksum=1)
     unknown = replace(piece, sections={**piece.sections, "draft": ()})
     short = KVPiece(start=0, end=9, sections=piece.sections)
     for wrong in (damaged, unknown, short):
         with pytest.raises(KVLostError):
-            transport().unpack(KVChunk(pieces=(wrong,)), None)
+            _fetched(wrong)
 
 
 async def test_an_output_never_overtakes_the_kv_that_was_exported_before_it() -> None:

@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoredKVLostError, StoreError
+from cluster.prefix_store.client import Found, NewSegment, StoreClient, StoreError
 from cluster.prefix_store.directory import Directory
 from cluster.prefix_store.messages import Changes, Version
-from engine.kv_blocks import KVBlocks
+from engine.kv_blocks import KVBlocks, KVLateError, KVLostError, KVPayload, RemotePayload
 
 
 class FakeStore:
@@ -58,12 +58,8 @@ class FakeClient(StoreClient):
                 Found(run=run, content=directory.content(run.segment)) for run in directory.find(space, block_hashes)
             ]
 
-    def read(self, found: Found, timeout_s: float) -> Sequence[KVBlocks]:
-        self._answer("read", timeout_s)
-        if found.run.segment in self._store.lost:
-            raise StoredKVLostError("stored KV is lost: its node died")
-        shares: Sequence[KVBlocks] = found.content
-        return shares
+    def payload(self, found: Found) -> KVPayload:
+        return _Payload(self, found)
 
     def lost(self, found: Found) -> None:
         with self._store.lock:
@@ -84,3 +80,19 @@ class FakeClient(StoreClient):
     def _check(self) -> None:
         if self._store.gone:
             raise StoreError("the prefix store is gone")
+
+
+class _Payload(RemotePayload):
+    def __init__(self, client: FakeClient, found: Found) -> None:
+        self._client = client
+        self._found = found
+
+    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
+        try:
+            self._client._answer("read", timeout_s)
+        except StoreError as error:
+            raise KVLateError(str(error)) from error
+        if self._found.run.segment in self._client._store.lost:
+            raise KVLostError("stored KV is lost: its node died")
+        shares: Sequence[KVBlocks] = self._found.content
+        return shares

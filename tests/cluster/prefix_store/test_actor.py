@@ -64,7 +64,7 @@ def test_what_a_replica_stored_outlives_it(client: RayStoreClient) -> None:
     os.kill(ray.get(replica.pid.remote(), timeout=TIMEOUT_S), signal.SIGKILL)
     [found] = client.find(SPACE, hashes(1, 2, 4), TIMEOUT_S)
     assert found.run.count == 2
-    assert numbers_in(client.read(found, TIMEOUT_S)) == [1, 2, 3]
+    assert numbers_in(client.payload(found).fetch(TIMEOUT_S)) == [1, 2, 3]
 
 
 def test_large_kv_is_read_in_place(client: RayStoreClient) -> None:
@@ -72,7 +72,7 @@ def test_large_kv_is_read_in_place(client: RayStoreClient) -> None:
     share = KVBlocks(format=FORMAT, heads=range(2), data=np.ones(shape, np.uint16))
     assert client.add(segment_of(10, shares=[share]), TIMEOUT_S)
     [found] = client.find(SPACE, hashes(10), TIMEOUT_S)
-    [read] = client.read(found, TIMEOUT_S)
+    [read] = client.payload(found).fetch(TIMEOUT_S)
     assert np.array_equal(read.data, share.data)
     assert not read.data.flags.owndata
     assert not read.data.flags.writeable

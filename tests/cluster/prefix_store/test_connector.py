@@ -11,33 +11,17 @@ import pytest
 
 from cluster.prefix_store import reader, writer
 from cluster.prefix_store.connector import PrefixStoreConnector
-from engine.backend import Backend, BackendError
+from engine.backend import BackendError
 from engine.config import EngineConfig
-from engine.kv_blocks import KVBlocks, KVFormat, PendingBlocks
+from engine.kv_blocks import KVBlocks, PendingBlocks
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 from engine.request import EngineRequest, SamplingParams
 from tests.cluster.apps import eventually
+from tests.cluster.kv_backend import KVBackend
 from tests.cluster.prefix_store.fake_store import FakeClient, FakeStore
 from tests.cluster.prefix_store.kv import BLOCK_BYTES, BLOCK_SIZE, FORMAT, ReadyBlocks, hashes, numbers_in
 
 AT_ONCE_S = 0.05
-
-
-class FormatOnly(Backend):
-    """All that a connector asks of a backend."""
-
-    def kv_format(self) -> KVFormat:
-        return FORMAT
-
-    def load(self, progress: object = None) -> object:  # type: ignore[override]
-        raise NotImplementedError
-
-    def warmup(self, progress: object = None) -> None: ...
-
-    def dispatch(self, batch: object) -> object:  # type: ignore[override]
-        raise NotImplementedError
-
-    def close(self) -> None: ...
 
 
 Connect = Callable[[FakeStore], PrefixStoreConnector]
@@ -51,7 +35,7 @@ def connect() -> Iterator[Connect]:
     def make(store: FakeStore) -> PrefixStoreConnector:
         options = {"backend": "mock", "kv_store": "object_store", "kv_store_min_tokens": 2 * BLOCK_SIZE}
         config = EngineConfig(**options, block_size=BLOCK_SIZE)
-        connector = PrefixStoreConnector(config, FormatOnly(), FakeClient(store))
+        connector = PrefixStoreConnector(config, KVBackend(FORMAT), FakeClient(store))
         connector.attach(lambda: None)
         made.append(connector)
         eventually(lambda: connector._follower.space is not None)

@@ -1,0 +1,34 @@
+"""A gang's workers as hosts of KV: what they give is the result of a call, which belongs to who makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from cluster.gang.kv import KVHost, KVSlice
+from cluster.gang.worker import GivenKV
+from cluster.kv_objects import fetched
+from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, RemotePayload, checksum
+
+
+class WorkerHost(KVHost):
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:
+        return GivenPayload(self._actor.give.remote(list(slices), heads, with_checksum=checksum))
+
+
+class GivenPayload(RemotePayload):
+    """KV that a host was asked for. Sent to another process, only the reference travels."""
+
+    def __init__(self, source: ray.ObjectRef[GivenKV]) -> None:
+        self._source = source
+
+    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
+        given: GivenKV = fetched(self._source, timeout_s)
+        if given.checksum is not None and given.checksum != checksum(given.shares):
+            raise KVLostError("KV of a prefill host was damaged on its way: wrong checksum")
+        return given.shares

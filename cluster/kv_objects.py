@@ -1,0 +1,35 @@
+"""KV that is an object of Ray's store: by its reference any process can fetch it, and has it in view without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ObjectLostError, RayError
+
+from engine.errors import first_line
+from engine.kv_blocks import KVLateError, KVLostError
+
+
+def fetched(source: ray.ObjectRef[Any], timeout_s: float) -> Any:
+    """An object with KV, from whichever node has it.
+
+    Raises:
+        KVLostError: it is lost, or late (KVLateError).
+    """
+    try:
+        return ray.get(source, timeout=timeout_s)
+    except RayError as error:
+        raise kv_error(error) from None  # with all it refers to, it would hold what has come
+
+
+def kv_error(error: BaseException) -> KVLostError:
+    """What it means for KV that something in Ray has failed."""
+    cause = getattr(error, "cause", None)  # of what a task has raised
+    if isinstance(cause, KVLostError):
+        return cause
+    if isinstance(error, KVLostError):
+        return error
+    if isinstance(error, ObjectLostError | ActorDiedError):
+        return KVLostError(f"an object with KV is lost: {first_line(error)}")
+    return KVLateError(f"an object with KV did not come: {first_line(error)}")
