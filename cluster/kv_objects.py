@@ -20,16 +20,15 @@ def fetched(source: ray.ObjectRef[Any], timeout_s: float) -> Any:
     try:
         return ray.get(source, timeout=timeout_s)
     except RayError as error:
-        raise kv_error(error) from None  # with all it refers to, it would hold what has come
+        raise kv_error(error) from None
 
 
 def kv_error(error: BaseException) -> KVLostError:
-    """What it means for KV that something in Ray has failed."""
-    cause = getattr(error, "cause", None)  # of what a task has raised
+    """What it means for KV that something in Ray has failed. Always a new error, as one that is raised again from what
+    holds it makes a cycle, in which KV would stay."""
+    cause = getattr(error, "cause", None) or error  # of what a task has raised
     if isinstance(cause, KVLostError):
-        return cause
-    if isinstance(error, KVLostError):
-        return error
+        return type(cause)(first_line(cause))
     if isinstance(error, ObjectLostError | ActorDiedError):
         return KVLostError(f"an object with KV is lost: {first_line(error)}")
     return KVLateError(f"an object with KV did not come: {first_line(error)}")

@@ -108,15 +108,10 @@ class GangBackend(Backend):
         hosts = self._launcher.deliver(keys, by_host, timeout_s)
         done, late = concurrent.futures.wait(hosts, timeout_s + ANSWER_S, concurrent.futures.FIRST_EXCEPTION)
         errors = [error for host in done if (error := host.exception()) is not None]
-        if not errors and not late:
-            return here
-        _keep_until(hosts, here)  # a host that is late would put it on its shelf after it was told to drop it
-        try:
-            raise errors[0] if errors else KVLateError(f"KV was not with all hosts within {timeout_s:g} s")
-        except KVLostError:
-            raise
-        except Exception as error:
-            raise KVLostError(f"KV does not come to all hosts: {first_line(error)}") from error
+        if errors or late:
+            _keep_until(hosts, here)  # a host that is late would put it on its shelf after it was told to drop it
+            raise _failure(errors, timeout_s)
+        return here
 
     def write_blocks(self, block_ids: Sequence[int], offset: int, payload: KVPayload) -> None:
         if not isinstance(payload, GangPayload):
@@ -170,6 +165,15 @@ class _GangStep(PendingStep):
 
     def result(self) -> StepResult:
         return self._gang.collect(self._step, self._call)
+
+
+def _failure(errors: Sequence[BaseException], timeout_s: float) -> KVLostError:
+    """Why KV is not with all hosts. A new error: what a future holds, and came through who has the future, is a cycle,
+    which an idle engine's Python would keep with all KV that it refers to."""
+    if not errors:
+        return KVLateError(f"KV was not with all hosts within {timeout_s:g} s")
+    kind = KVLateError if isinstance(errors[0], KVLateError) else KVLostError
+    return kind(first_line(errors[0]))
 
 
 def _keep_until(hosts: Sequence[Future[None]], payloads: list[GangPayload]) -> None:

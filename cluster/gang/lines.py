@@ -124,16 +124,16 @@ class Lines:
                 except TimeoutError:
                     names = ", ".join(map(str, missing))
                     raise self.failed(f"hosts {names} did not connect within {timeout_s:g} s") from None
-                peer = self._greet(line, where)
+                peer = self._greet(line, where, min(HELLO_TIMEOUT_S, left))
                 if peer is not None:
                     found[peer.rank] = peer
         self._peers = [found[rank] for rank in range(self.num_hosts)]
         self._reader.start()
 
-    def _greet(self, line: socket.socket, where: str) -> _Peer | None:
+    def _greet(self, line: socket.socket, where: str, timeout_s: float) -> _Peer | None:
         """A host that knows the secret; anybody else is sent away."""
         try:
-            secret, rank = wire.receive_hello(line, HELLO_TIMEOUT_S)
+            secret, rank = wire.receive_hello(line, timeout_s)
             if not self.address.is_secret(secret) or not 0 <= rank < self.num_hosts:
                 raise wire.WireError("a stranger has connected")
             prepare(line)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -159,6 +161,29 @@ def test_kv_that_is_lost_for_one_host_is_told_before_the_engine_counts_on_it() -
         assert decode.problem is None
         with pytest.raises(KVLostError, match="was not brought to the hosts"):
             decode.write_blocks([0, 1], 0, whole)
+
+
+@pytest.mark.parametrize("failure", [KVLostError("the object is lost"), KVLateError("not within 1 s")])
+def test_what_did_not_come_is_held_in_no_cycle(failure: KVLostError) -> None:
+    """An idle engine's Python looks for cycles late or never, and knows nothing of what an object store holds."""
+
+    class Fails(KVPayload):
+        def shares(self) -> Sequence[KVBlocks]:
+            raise type(failure)(*failure.args)
+
+    with gang(TWO) as (decode, launcher, _):
+        whole = LocalPayload(blocks=blocks(0, 8))
+        data = weakref.ref(whole.blocks[0].data)
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(type(failure)):
+                decode.receive_blocks([whole, ForOneHost(whole, Fails())], 5)
+            del whole
+            eventually(lambda: data() is None, 2)
+            assert not on_shelves(launcher)
+        finally:
+            gc.enable()
 
 
 def test_a_host_that_gets_its_kv_too_late_keeps_nobody_waiting_and_does_not_keep_it(

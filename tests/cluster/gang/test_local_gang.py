@@ -19,6 +19,7 @@ from backends.jax.idle import idle_batch
 from backends.mock import MockBackend
 from cluster.gang import wire
 from cluster.gang.backend import GangBackend
+from cluster.gang.lines import Lines
 from cluster.gang.wire import Kind
 from cluster.sockets import LineAddress
 from engine.backend import Backend, BackendError, BackendInfo, PendingStep, Progress, no_progress
@@ -280,6 +281,44 @@ def test_a_stranger_that_says_little_by_little_does_not_keep_the_hosts_waiting()
     thread.join()
     here.close()
     there.close()
+
+
+def test_strangers_without_end_do_not_make_hosts_that_never_come_come_later() -> None:
+    lines = Lines("127.0.0.1", 2, silence_s=1.0, on_failure=lambda: None)
+    stop = threading.Event()
+
+    def knock() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.is_set():
+                socket.create_connection((lines.address.host, lines.address.port)).close()
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(BackendError, match=r"hosts 0, 1 did not connect within 0.3 s"):
+        lines.accept(0.3)
+    assert time.monotonic() - started < 1
+    stop.set()
+    thread.join()
+    lines.close(1)
+
+
+def test_hosts_hear_of_the_end_at_once_however_long_it_takes_to_kill_them() -> None:
+    """Ray kills nobody while its control store is away."""
+    config = EngineConfig.from_args(OPTIONS)
+
+    class Slow(LocalLauncher):
+        def kill(self) -> None:
+            if not self.killed.is_set():
+                self.released_first = self.released[0].wait(5)
+            super().kill()
+
+    launcher = Slow([MockBackend(config), Flawed(config, raising(BackendError("the device is lost")))])
+    running = Running(config, GangBackend(config, launcher))
+    assert {outputs[-1].error for outputs in running.run().values()} == {"host 1 (127.0.0.1): the device is lost"}
+    assert launcher.killed.wait(2)
+    assert launcher.released_first
+    running.core.stop()
 
 
 def test_kv_goes_from_gang_to_gang() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from cluster.kv_transfer.object_store import ObjectStoreTransport
 from cluster.kv_transfer.prefill_pool import PrefillError
 from cluster.kv_transfer.threshold import FIRST_GUESS, LARGEST, PrefillThreshold
 from cluster.roles import Role
+from engine.backend import Backend
+from engine.kv_blocks import KVLateError, KVLostError, KVPayload
 from engine.kv_connector import KVArrived, KVComplete, KVDemand, KVEvent
 from tests.cluster.apps import eventually
 from tests.cluster.kv_backend import KVBackend
@@ -63,11 +66,16 @@ class Engine:
 
 @contextmanager
 def engine(
-    pool: LocalPool, *, min_tokens: int = 20, timeout_s: float = 0.3, max_bytes: int = 1 << 30
+    pool: LocalPool,
+    *,
+    min_tokens: int = 20,
+    timeout_s: float = 0.3,
+    max_bytes: int = 1 << 30,
+    backend: Backend | None = None,
 ) -> Iterator[Engine]:
     connector = DecodeConnector(
         "d",
-        KVBackend(FORMAT),
+        backend or KVBackend(FORMAT),
         lambda: pool,
         ObjectStoreTransport(checksums=True, min_bytes=pool.min_bytes),
         PrefillThreshold(min_tokens),
@@ -159,6 +167,52 @@ def test_a_lost_object_is_asked_for_once_more(call: int) -> None:
         subject.connector.fetch(demand(50))
         assert subject.completed().failure is None
         assert subject.arrived() == 50
+
+
+class Receiving(KVBackend):
+    """A replica to which KV does not come, so many times, from one call on."""
+
+    def __init__(self, failure: KVLostError, *, first: int, times: int) -> None:
+        super().__init__(FORMAT)
+        self._failure = failure
+        self._first = first
+        self._times = times
+        self._calls = itertools.count()
+
+    def receive_blocks(self, payloads: Sequence[KVPayload], timeout_s: float) -> Sequence[KVPayload]:
+        if self._first <= next(self._calls) < self._first + self._times:
+            raise type(self._failure)(*self._failure.args)  # a new one: it holds what it came through
+        return super().receive_blocks(payloads, timeout_s)
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_kv_that_is_lost_on_its_way_is_asked_for_once_more(first: int) -> None:
+    pool = LocalPool(chunk_s=0.002)
+    with engine(pool, backend=Receiving(KVLostError("evicted"), first=first, times=1)) as subject:
+        subject.connector.fetch(demand(50))
+        assert subject.completed().failure is None
+        assert subject.arrived() == 50
+        assert failures(subject) == {}
+    assert pool.suspects == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"), [(KVLostError("evicted"), "lost"), (KVLateError("not within 1 s"), "timeout")]
+)
+def test_kv_that_does_not_come_at_all_is_the_engines_to_compute(failure: KVLostError, reason: str) -> None:
+    pool = LocalPool(chunk_s=0.01)
+    gc.collect()
+    gc.disable()
+    try:
+        with engine(pool, backend=Receiving(failure, first=2, times=100), timeout_s=5) as subject:
+            subject.connector.fetch(demand(50))
+            assert subject.completed().failure == str(failure)
+            assert subject.arrived() == 20
+            assert failures(subject) == {reason: 1}
+            subject.seen.clear()
+            eventually(lambda: not any(given() is not None for given in pool.given), 5)  # held in no cycle
+    finally:
+        gc.enable()
 
 
 def test_a_full_queue_at_prefill_is_no_reason_not_to_ask_again() -> None:
