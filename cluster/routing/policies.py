@@ -12,8 +12,10 @@ from cluster.routing.view import ReplicaView
 
 REQUEST_TOKENS = 32
 """What a request that runs costs others, in tokens of prefill: it makes every step a little longer."""
-PREFILL_WEIGHT = 2.0
-"""A token that is computed though it is cached elsewhere delays this request, and those that come after it."""
+IDLE_WEIGHT, BUSY_WEIGHT, BUSY_REQUESTS = 1.5, 2.0, 4
+"""A token that is computed though it is cached elsewhere delays this request, and others at the replica: more of them
+the more there are, up to so many. Were it the same everywhere, a replica that has nothing cached would get nothing,
+ever, of prompts that all begin like earlier ones."""
 MAX_IMBALANCE, SPARE_REQUESTS = 1.25, 4
 """A replica takes requests for what it has cached, or for a session, while it has less than so many times the average,
 or so many more."""
@@ -76,7 +78,7 @@ class LongestPrefix(RoutingPolicy):
         candidates += self._holders(question, replicas, candidates)
         return self._cheapest(
             bounds.within(candidates) or candidates,
-            lambda replica: load(replica, question.now) + PREFILL_WEIGHT * question.uncached_tokens(replica),
+            lambda replica: load(replica, question.now) + delay(question, replica),
         )
 
     def _holders(
@@ -133,6 +135,12 @@ class Bounds:
 def load(replica: ReplicaView, now: float) -> float:
     """What a replica has to do, in tokens of prefill."""
     return replica.queued_tokens(now) + REQUEST_TOKENS * replica.requests(now)
+
+
+def delay(question: Question, replica: ReplicaView) -> float:
+    """What the request's own prefill would cost, for itself and for others at the replica."""
+    busy = min(1.0, replica.requests(question.now) / BUSY_REQUESTS)
+    return question.uncached_tokens(replica) * (IDLE_WEIGHT + busy * (BUSY_WEIGHT - IDLE_WEIGHT))
 
 
 POLICIES: Mapping[str, type[LongestPrefix | LeastLoaded | RoundRobin]] = {

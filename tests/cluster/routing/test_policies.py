@@ -71,6 +71,20 @@ def test_a_popular_prefix_spreads_under_load() -> None:
     assert max(counts.values()) <= 1.5 * len(site.open) / 4 + 1
 
 
+def test_prompts_that_all_begin_alike_reach_replicas_that_have_nothing_of_them() -> None:
+    site = Site()
+    for name in "abc":
+        site.fleet.cache_is(name, hashes(prompt(1, 8 * BLOCK)))
+    homes: Counter[str] = Counter()
+    for number in range(200):
+        replica = site.send(prompt(1, 8 * BLOCK)[:-1] + prompt(number + 2, 24 * BLOCK))
+        homes[replica] += 1
+        site.fleet.prefilled(replica, site.open[-1][1])  # nothing is queued: only what decodes tells them apart
+        if number >= 12:
+            site.end_first()
+    assert homes["d"] > 0.5 * 200 / 4
+
+
 def test_prefixes_share_the_replicas_and_stay_where_they_are() -> None:
     site = Site()
     homes: dict[int, Counter[str]] = {prefix: Counter() for prefix in range(16)}
