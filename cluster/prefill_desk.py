@@ -61,8 +61,13 @@ class PrefillDesk:
             total_s=now - arrived_at,
         )
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
-        return await self._table.chunk(ticket.transfer, index, num_received)
+    async def fetch(
+        self, ticket: TransferTicket, index: int, num_received: int, *, described: bool = False
+    ) -> KVChunk | NoChunk:
+        return await self._table.chunk(ticket.transfer, index, num_received, described=described)
+
+    async def give(self, ticket: TransferTicket, index: int, heads: range) -> object:
+        return await self._table.give(ticket.transfer, index, heads)
 
     def close(self, ticket: TransferTicket) -> None:
         """Ends a transfer, and its prompt if that is still being computed."""

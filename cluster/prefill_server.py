@@ -1,6 +1,7 @@
 """PrefillServer: the Serve deployment that computes prompts for decode replicas. One replica is one engine.
 
-Three calls make a transfer (`cluster.kv_transfer`). All name the replica that the first one chose.
+Three kinds of calls make a transfer (`cluster.kv_transfer`), and a fourth one if the decode replica has several hosts.
+All name the replica that the first one chose.
 """
 
 from __future__ import annotations
@@ -60,9 +61,17 @@ class PrefillServer(EngineReplica):
         """Computes a prompt, whose KV is fetched meanwhile."""
         return await self._desk.prefill(ticket, order) if self._is_mine(ticket) else MOVED
 
-    async def fetch_kv(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk | Refusal:
+    async def fetch_kv(
+        self, ticket: TransferTicket, index: int, num_received: int, described: bool
+    ) -> KVChunk | NoChunk | Refusal:
         """A chunk of the prompt's KV, when it has been computed. The result is an object that the caller owns."""
-        return await self._desk.fetch(ticket, index, num_received) if self._is_mine(ticket) else MOVED
+        if not self._is_mine(ticket):
+            return MOVED
+        return await self._desk.fetch(ticket, index, num_received, described=described)
+
+    async def give_kv(self, ticket: TransferTicket, index: int, heads: range) -> object:
+        """Some heads of a chunk that was described. The result is an object that the caller owns."""
+        return await self._desk.give(ticket, index, heads) if self._is_mine(ticket) else MOVED
 
     async def close_transfer(self, ticket: TransferTicket) -> None:
         """The decode replica needs nothing more."""

@@ -112,6 +112,11 @@ class Backend(ABC):
         """What KV that is read or written looks like (Capabilities.kv_exchange)."""
         raise BackendError("this backend can't exchange KV blocks")
 
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts' shares of the model this object commands."""
+        return 1
+
     def kv_heads(self) -> range:
         """The model's key-value heads that this host keeps, of those in `kv_format`."""
         return range(self.kv_format().num_kv_heads)

@@ -34,13 +34,16 @@ class MockBlocks(PendingBlocks):
         self._words = np.stack([entries.astype(np.uint32), (entries >> np.uint64(32)).astype(np.uint32)])
         self._format = kv_format
         self._done_at = done_at
+        self._shares: tuple[KVBlocks, ...] = ()
 
     def result(self) -> Sequence[KVBlocks]:
         wait_s = self._done_at - time.monotonic()
         if wait_s > 0:
             time.sleep(wait_s)
-        data = np.repeat(self._words.reshape(1, 2, 1, -1, 1), self._format.head_dim, axis=-1)
-        return (KVBlocks(format=self._format, heads=range(1), data=data),)
+        if not self._shares:
+            data = np.repeat(self._words.reshape(1, 2, 1, -1, 1), self._format.head_dim, axis=-1)
+            self._shares = (KVBlocks(format=self._format, heads=range(1), data=data),)
+        return self._shares
 
 
 def entries_of(payload: KVPayload, kv_format: KVFormat) -> NDArray[np.uint64]:

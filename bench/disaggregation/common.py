@@ -89,6 +89,7 @@ class Decoder:
             self._transport,
             _receive,
             self._receivers,
+            described=False,
             timeout_s=60,
             deliver=_look_at,
             count_chunk=lambda _: None,

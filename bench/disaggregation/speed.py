@@ -57,8 +57,10 @@ class Source:
         )
         return PrefillAnswer(next_token_id=1, logprobs=None, num_cached_tokens=0, compute_s=0.0, total_s=0.0)
 
-    async def fetch_kv(self, ticket: TransferTicket, index: int, num_received: int) -> KVChunk | NoChunk:
-        return await self._table.chunk(ticket.transfer, index, num_received)
+    async def fetch_kv(
+        self, ticket: TransferTicket, index: int, num_received: int, described: bool
+    ) -> KVChunk | NoChunk:
+        return await self._table.chunk(ticket.transfer, index, num_received, described=described)
 
     async def close_transfer(self, ticket: TransferTicket) -> None:
         self._table.close(ticket.transfer)

@@ -94,6 +94,10 @@ class GangBackend(Backend):
 
     # -- KV
 
+    @property
+    def num_hosts(self) -> int:
+        return self._config.num_hosts
+
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
         key = next(self._keys)
         command = wire.pack((key, [int(block) for block in block_ids], num_tokens, offset))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.kv_blocks import KVBlocks, KVFormat, KVLostError, KVPayload, PendingBlocks
+from engine.kv_blocks import KVBlocks, KVFormat, KVLostError, KVPayload, PendingBlocks, checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,18 @@ class KVSlice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GivenKV:
+    """One object of the object store: what a host was asked for."""
+
+    shares: tuple[KVBlocks, ...]
+    checksum: int | None  # CRC-32 of all data, where asked for
+
+    @classmethod
+    def of(cls, shares: tuple[KVBlocks, ...], *, with_checksum: bool) -> GivenKV:
+        return cls(shares=shares, checksum=checksum(shares) if with_checksum else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOut:
     """What a host has read under a key."""
 
@@ -35,7 +47,7 @@ class ReadOut:
 
 
 class KVHost(ABC):
-    """A member of a gang as other processes reach it. Can be sent to them."""
+    """A host that has KV, as other processes reach it."""
 
     @abstractmethod
     def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:
@@ -52,7 +64,7 @@ class KVHost(ABC):
 class HeldKV:
     """KV that one host has, under a key."""
 
-    host: KVHost
+    host: KVHost | None  # None: the only host of the replica that says so
     rank: int
     key: int
     format: KVFormat

@@ -1,4 +1,4 @@
-"""A gang's workers as hosts of KV: what they give is the result of a call, which belongs to who makes it."""
+"""KV that hosts give when they are asked: results of calls, which belong to who makes them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import ray
 
-from cluster.gang.kv import KVHost, KVSlice
-from cluster.gang.worker import GivenKV
+from cluster.gang.kv import GivenKV, KVHost, KVSlice
 from cluster.kv_objects import fetched
 from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, RemotePayload, checksum
 
 
 class WorkerHost(KVHost):
+    """A worker of a gang. Can be sent to other processes."""
+
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
@@ -24,11 +25,13 @@ class WorkerHost(KVHost):
 class GivenPayload(RemotePayload):
     """KV that a host was asked for. Sent to another process, only the reference travels."""
 
-    def __init__(self, source: ray.ObjectRef[GivenKV]) -> None:
+    def __init__(self, source: ray.ObjectRef[Any]) -> None:
         self._source = source
 
     def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
-        given: GivenKV = fetched(self._source, timeout_s)
+        given = fetched(self._source, timeout_s)
+        if not isinstance(given, GivenKV):
+            raise KVLostError("the prefill replica does not keep this KV any more")
         if given.checksum is not None and given.checksum != checksum(given.shares):
             raise KVLostError("KV of a prefill host was damaged on its way: wrong checksum")
         return given.shares

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from backends import create_backend
 from cluster import ray_compat
 from cluster.gang.host import Host
-from cluster.gang.kv import KVSlice, ReadOut
+from cluster.gang.kv import GivenKV, KVSlice, ReadOut
 from cluster.logs import configure_logging
 from cluster.sockets import LineAddress
 from engine.backend import HostPlace
 from engine.config import EngineConfig
-from engine.kv_blocks import KVBlocks, KVPayload, checksum
+from engine.kv_blocks import KVBlocks, KVPayload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,6 @@ class WorkerProcess:
     pid: int
     node_ip: str
     free_port: int  # for the coordinator, if this is rank 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenKV:
-    """One object of the object store: KV of one host."""
-
-    shares: tuple[KVBlocks, ...]
-    checksum: int | None  # CRC-32 of all data, where asked for
 
 
 class Worker:
@@ -67,8 +59,7 @@ class Worker:
 
     def give(self, slices: Sequence[KVSlice], heads: range, *, with_checksum: bool) -> GivenKV:
         """See Host.give. The result is an object that the caller owns."""
-        shares = self._joined.give(slices, heads)
-        return GivenKV(shares=shares, checksum=checksum(shares) if with_checksum else None)
+        return GivenKV.of(self._joined.give(slices, heads), with_checksum=with_checksum)
 
     def receive(self, keys: Sequence[int], payloads: Sequence[KVPayload], timeout_s: float) -> None:
         """See Host.receive."""

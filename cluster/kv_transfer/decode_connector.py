@@ -171,6 +171,7 @@ class DecodeConnector(KVConnector):
             self._transport,
             self._backend.receive_blocks,
             self._receivers,
+            described=self._backend.num_hosts > 1,
             timeout_s=self._timeout_s,
             deliver=lambda event: self._deliver(transfer, event),
             count_chunk=lambda chunk: self._metrics.count_chunk(chunk.num_bytes, chunk.transfer_s),

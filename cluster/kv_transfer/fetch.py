@@ -63,6 +63,7 @@ class Fetch:
 
     Args:
         receive: brings KV to the hosts that will write it; waits, on a thread of `receivers`.
+        described: the KV goes to several hosts, each of which fetches its own.
         deliver: takes the events.
         count_chunk: takes each chunk's record as it arrives.
     """
@@ -76,6 +77,7 @@ class Fetch:
         receive: Receive,
         receivers: Executor,
         *,
+        described: bool,
         timeout_s: float,
         deliver: Callable[[KVEvent], None],
         count_chunk: Callable[[ChunkRecord], None],
@@ -87,6 +89,7 @@ class Fetch:
         self._transport = transport
         self._receive_blocks = receive
         self._receivers = receivers
+        self._described = described
         self._timeout_s = timeout_s
         self._deliver = deliver
         self._count_chunk = count_chunk
@@ -208,7 +211,7 @@ class Fetch:
 
     async def _bring(self, ticket: TransferTicket, index: int) -> KVChunk | None:
         """A chunk that is with the hosts that will write it; None if there is none."""
-        chunk, source = await self._pool.fetch(ticket, index, self._num_delivered)
+        chunk, source = await self._pool.fetch(ticket, index, self._num_delivered, described=self._described)
         if index not in self._answered:
             self._answered.add(index)
             self._num_awaited -= 1

@@ -3,20 +3,18 @@
 Ray writes such arrays to shared memory in one copy and hands out views of it without any. As results of calls that the
 decode side made, the objects belong to it: they outlive the prefill replica.
 
-A prefill replica on one host answers with the data. A gang's leader does not have it: its answer says which hosts do,
-and the decode replica asks each of them for what each of its own hosts needs. So every byte goes from one host to one
-other, or to those that keep the same heads.
+From one host to one, the data is in the answer. A gang's leader does not have it, or has no use for it: the answer
+says which hosts of the prefill replica have it, and the decode replica asks each of them for what each of its own
+needs. So every byte goes from one host to one other, or to those that keep the same heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from dataclasses import replace
+from typing import Self
 
-import ray
-
-from cluster.gang.kv import GangBlocks, HeldKV, KVSlice
-from cluster.kv_objects import fetched
+from cluster.gang.kv import GangBlocks, GivenKV, HeldKV, KVHost, KVSlice
 from cluster.kv_transfer.messages import MAIN, HeldTokens, KVChunk, KVPiece
 from cluster.kv_transfer.transport import Arrival, KVTransport
 from engine.config import EngineConfig
@@ -72,6 +70,14 @@ class ObjectStoreTransport(KVTransport):
         tokens = tuple(HeldTokens(kv=kv, first=first, end=end) for kv in held)
         return KVPiece(start=start + first, end=start + end, sections={}, held=tokens)
 
+    def describe(self, index: int, chunk: KVChunk) -> KVChunk:
+        pieces = [piece if piece.held else _described(index, piece) for piece in chunk.pieces]
+        return replace(chunk, pieces=tuple(pieces))
+
+    def give(self, chunk: KVChunk, heads: range) -> GivenKV:
+        runs = [Run(shares=piece.sections[MAIN], first=0, end=piece.end - piece.start) for piece in chunk.pieces]
+        return GivenKV.of(joined(runs, heads), with_checksum=self._checksums)
+
     # -- at decode
 
     def unpack(self, chunk: KVChunk, source: object) -> Sequence[Arrival]:
@@ -79,33 +85,18 @@ class ObjectStoreTransport(KVTransport):
             _check(piece)
         first, last = chunk.pieces[0], chunk.pieces[-1]
         if first.held:
-            payload = HeldPayload(chunk.pieces, checksums=self._checksums)
+            payload = HeldPayload(chunk.pieces, source, checksums=self._checksums)
             return [Arrival(start=first.start, end=last.end, payload=payload)]
-        return [
-            Arrival(start=piece.start, end=piece.end, payload=ObjectPayload(source, index, piece))
-            for index, piece in enumerate(chunk.pieces)
-        ]
+        return [Arrival(start=piece.start, end=piece.end, payload=PiecePayload(piece)) for piece in chunk.pieces]
 
 
-class ObjectPayload(RemotePayload):
-    """KV in an object that this process has in view. Sent to another one, only the reference travels.
+class PiecePayload(RemotePayload):
+    """KV that came with the answer, and is in this process' view."""
 
-    Hosts of a gang fetch all of it, each for itself: it can't be cut without a call more for each host and object,
-    which costs more than bytes between hosts do.
-    """
-
-    def __init__(self, source: object, index: int, piece: KVPiece | None = None) -> None:
-        self._source = source
-        self._index = index
+    def __init__(self, piece: KVPiece) -> None:
         self._piece = piece
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ObjectPayload, (self._source, self._index)
-
-    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
-        if self._piece is None:
-            assert isinstance(self._source, ray.ObjectRef)
-            self._piece = fetched(self._source, timeout_s).pieces[self._index]
+    def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:  # noqa: ARG002
         piece, shares = self._piece, self._piece.sections[MAIN]
         if piece.checksum is not None and piece.checksum != checksum(shares):
             raise KVLostError(f"KV of tokens {piece.start} to {piece.end} was damaged on its way: wrong checksum")
@@ -116,8 +107,10 @@ class HeldPayload(RemotePayload):
     """KV of consecutive pieces that hosts of the prefill replica have. They are asked when it is known for which heads;
     for the same ones once, however many hosts of this replica need them."""
 
-    def __init__(self, pieces: Sequence[KVPiece], *, checksums: bool) -> None:
+    def __init__(self, pieces: Sequence[KVPiece], replica: object, *, checksums: bool) -> None:
+        """`replica` is the host, if it is the only one."""
         self._pieces = pieces
+        self._replica = replica
         self._checksums = checksums
         self._asked: dict[tuple[int, range], KVPayload] = {}  # by the prefill host's rank
 
@@ -135,10 +128,26 @@ class HeldPayload(RemotePayload):
     def _ask(self, number: int, heads: range) -> KVPayload:
         held = [piece.held[number] for piece in self._pieces]
         slices = [KVSlice(key=tokens.kv.key, first=tokens.first, end=tokens.end) for tokens in held]
-        return held[0].kv.host.ask(slices, heads, checksum=self._checksums)
+        host = held[0].kv.host or self._replica
+        assert isinstance(host, KVHost)
+        return host.ask(slices, heads, checksum=self._checksums)
 
     def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
         return self.part(range(self._pieces[0].held[0].kv.format.num_kv_heads)).fetch(timeout_s)
+
+
+def _described(index: int, piece: KVPiece) -> KVPiece:
+    shares, num_tokens = piece.sections[MAIN], piece.end - piece.start
+    kv = HeldKV(
+        host=None,
+        rank=0,
+        key=index,
+        format=shares[0].format,
+        heads=tuple(share.heads for share in shares),
+        num_tokens=num_tokens,
+    )
+    held = (HeldTokens(kv=kv, first=0, end=num_tokens),)
+    return replace(piece, sections={}, checksum=None, held=held)
 
 
 def _check(piece: KVPiece) -> None:

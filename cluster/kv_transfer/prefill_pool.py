@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from ray.exceptions import ObjectLostError
@@ -12,10 +13,13 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster import ray_compat
 from cluster.balancer import Balancer, Route
+from cluster.gang.kv import KVHost, KVSlice
+from cluster.gang.ray_kv import GivenPayload
 from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.messages import Refusal, RefusalKind
 from cluster.suspects import Suspects
 from engine.errors import first_line
+from engine.kv_blocks import KVLateError, KVPayload
 from engine.request import EngineRequest
 
 ACCEPT_TIMEOUT_S = 3.0
@@ -52,8 +56,11 @@ class PrefillPool(ABC):
         """Has the prompt computed."""
 
     @abstractmethod
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
-        """A chunk of its KV, once it is computed, and what it is got by elsewhere; acknowledges the first ones."""
+    async def fetch(
+        self, ticket: TransferTicket, index: int, num_received: int, *, described: bool
+    ) -> tuple[KVChunk | NoChunk, object]:
+        """A chunk of its KV, once it is computed, and the host to ask if it is `described`; acknowledges the first
+        ones."""
 
     @abstractmethod
     def suspect(self, replica: str) -> bool:
@@ -70,6 +77,7 @@ class ServePrefillPool(PrefillPool):
     def __init__(self, prefill: DeploymentHandle[Any], balancer: Balancer) -> None:
         self._prefill = ray_compat.by_reference(prefill, "prefill")
         self._fetch = ray_compat.by_reference(prefill, "fetch_kv")
+        self._give = ray_compat.by_reference(prefill, "give_kv")
         self._close = ray_compat.by_reference(prefill, "close_transfer")
         self._balancer = balancer
         self._routes: dict[str, Route] = {}  # by transfer
@@ -97,10 +105,11 @@ class ServePrefillPool(PrefillPool):
             self._balancer.prefilled(self._routes[ticket.transfer])
         return answer
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
-        chunk: KVChunk | NoChunk
-        chunk, source = await _fetched(self._fetch, ticket, index, num_received)
-        return chunk, source
+    async def fetch(
+        self, ticket: TransferTicket, index: int, num_received: int, *, described: bool
+    ) -> tuple[KVChunk | NoChunk, object]:
+        chunk: KVChunk | NoChunk = await _call(self._fetch, ticket, index, num_received, described)
+        return chunk, _ReplicaHost(self._give, ticket, asyncio.get_running_loop())
 
     def suspect(self, replica: str) -> bool:
         self._suspects.add(replica)
@@ -121,13 +130,38 @@ class ServePrefillPool(PrefillPool):
                 await _call(self._close, ticket)
 
 
+class _ReplicaHost(KVHost):
+    """A prefill replica on one host, to be asked for a described chunk."""
+
+    def __init__(self, give: Any, ticket: TransferTicket, loop: asyncio.AbstractEventLoop) -> None:
+        self._give = give
+        self._ticket = ticket
+        self._loop = loop
+
+    def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:  # noqa: ARG002
+        """For a thread other than the loop's. The replica's own options say whether there is a checksum."""
+        asked = asyncio.run_coroutine_threadsafe(self._ask(slices[0].key, heads), self._loop)
+        try:
+            return GivenPayload(asked.result(2 * ACCEPT_TIMEOUT_S))
+        except TimeoutError:
+            asked.cancel()
+            raise KVLateError("the prefill replica took no call for KV") from None
+        finally:
+            del asked  # an error that it holds, and that holds this, would keep KV in a cycle
+
+    async def _ask(self, index: int, heads: range) -> Any:
+        ray_compat.begin_call_of_its_own()
+        response = self._give.remote(self._ticket, index, heads)
+        accepted = asyncio.ensure_future(ray_compat.reference(response))
+        try:
+            return await _in_time(accepted)
+        except BaseException:
+            _give_up(response, accepted)
+            raise
+
+
 async def _call(handle: Any, *args: object) -> Any:
-    result, _ = await _fetched(handle, *args)
-    return result
-
-
-async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
-    """Calls the replica that the ticket names; gives the result, and the object that it is.
+    """Calls the replica that the ticket names.
 
     The current task makes no other call at the same time; cancelling it cancels the call.
     """
@@ -136,8 +170,7 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
         response = handle.remote(*args)
         accepted = asyncio.ensure_future(ray_compat.reference(response))
         try:
-            source = await _in_time(accepted)
-            result = await source
+            result = await (await _in_time(accepted))
         except BaseException:
             _give_up(response, accepted)
             raise
@@ -149,7 +182,7 @@ async def _fetched(handle: Any, *args: object) -> tuple[Any, object]:
         raise PrefillError("unavailable", f"the prefill replica is gone: {first_line(error)}") from error
     if isinstance(result, Refusal):
         raise PrefillError(_REASONS[result.kind], result.message)
-    return result, source
+    return result
 
 
 async def _in_time(accepted: asyncio.Future[Any]) -> Any:

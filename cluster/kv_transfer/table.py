@@ -19,6 +19,7 @@ from engine.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN = "the prefill replica does not know this transfer (any more)"
 READERS = 2
 """Threads that wait for devices and copy what they have read."""
 
@@ -102,16 +103,23 @@ class TransferTable:
                 transfer.idle_since = loop.time()
                 loop.call_at(transfer.idle_since + self._lease_s, self._check_lease, transfer_id, transfer.idle_since)
 
-    async def chunk(self, transfer_id: str, index: int, num_received: int) -> KVChunk | NoChunk:
+    async def chunk(
+        self, transfer_id: str, index: int, num_received: int, *, described: bool = False
+    ) -> KVChunk | NoChunk:
         """See Transfer.chunk."""
         async with self.call(transfer_id) as transfer:
             if transfer is None:
-                return NoChunk(failure="the prefill replica does not know this transfer (any more)")
-            chunk = await transfer.chunk(index, num_received)
+                return NoChunk(failure=UNKNOWN)
+            chunk = await transfer.chunk(index, num_received, described=described)
         if isinstance(chunk, KVChunk):
             self.metrics.count_chunk(chunk.num_bytes)
         self._count_bytes()
         return chunk
+
+    async def give(self, transfer_id: str, index: int, heads: range) -> object:
+        """See Transfer.give."""
+        transfer = self._transfers.get(transfer_id)
+        return NoChunk(failure=UNKNOWN) if transfer is None else await transfer.give(index, heads)
 
     def close(self, transfer_id: str) -> None:
         """Nobody needs this transfer any more, if it is there."""

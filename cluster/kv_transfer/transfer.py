@@ -95,11 +95,12 @@ class Transfer:
 
     # -- the decode replica's side
 
-    async def chunk(self, index: int, num_received: int) -> KVChunk | NoChunk:
+    async def chunk(self, index: int, num_received: int, *, described: bool = False) -> KVChunk | NoChunk:
         """Chunk `index`, as soon as enough has been read out.
 
         Args:
             num_received: the decode replica has the chunks before this one.
+            described: its data is asked for with `give`.
         """
         self._acknowledge(num_received)
         started = time.monotonic()
@@ -108,7 +109,15 @@ class Transfer:
         chunk = self._chunks[index] if index < len(self._chunks) else None
         if chunk is None or self.failure is not None:
             return NoChunk(failure=self.failure)
-        return replace(chunk, waited_s=time.monotonic() - started)
+        answer = self._transport.describe(index, chunk) if described else chunk
+        return replace(answer, waited_s=time.monotonic() - started)
+
+    async def give(self, index: int, heads: range) -> object:
+        """Some heads of a chunk that has been described, and not been acknowledged."""
+        chunk = self._chunks[index] if index < len(self._chunks) else None
+        if chunk is None:
+            return NoChunk(failure=self.failure or "it was acknowledged")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._transport.give, chunk, heads)
 
     @property
     def _has_ended(self) -> bool:

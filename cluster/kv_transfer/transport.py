@@ -44,11 +44,19 @@ class KVTransport(ABC):
         """
 
     @abstractmethod
+    def describe(self, index: int, chunk: KVChunk) -> KVChunk:
+        """What a decode replica on several hosts is told of chunk `index`: where the data is, instead of the data."""
+
+    @abstractmethod
+    def give(self, chunk: KVChunk, heads: range) -> object:
+        """Some heads of the data of a chunk that was described."""
+
+    @abstractmethod
     def unpack(self, chunk: KVChunk, source: object) -> Sequence[Arrival]:
         """The KV of a chunk, which may still have to be fetched.
 
         Args:
-            source: what other hosts of this replica get the chunk by, for themselves.
+            source: the object that the chunk is; the host to ask if it is described.
 
         Raises:
             KVLostError: it is not what this side understands.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cluster.gang.backend import GangBackend
-from cluster.gang.kv import GangBlocks
+from cluster.gang.kv import GangBlocks, KVHost, KVSlice
 from cluster.kv_transfer.messages import KVChunk, KVPiece
 from cluster.kv_transfer.object_store import ObjectStoreTransport
 from engine.backend import Backend
@@ -98,15 +98,32 @@ def test_each_host_gets_the_heads_it_keeps_and_the_leaders_get_none(
         eventually(lambda: not on_shelves(here), 2)  # without another command
 
 
-def test_a_gangs_hosts_take_what_one_host_has_sent() -> None:
+class OneHost(KVHost):
+    """A prefill replica without a gang."""
+
+    def __init__(self, transport: ObjectStoreTransport, chunk: KVChunk) -> None:
+        self._transport = transport
+        self._chunk = chunk
+        self.asked: list[tuple[int, range]] = []
+
+    def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:  # noqa: ARG002
+        self.asked.append((slices[0].key, heads))
+        return LocalPayload(blocks=self._transport.give(self._chunk, heads).shares)
+
+
+def test_a_gangs_hosts_get_of_one_host_the_heads_they_keep() -> None:
     transport = ObjectStoreTransport(checksums=True, min_bytes=0)
     sender = KVBackend(FORMAT)
     filled([sender])
     with gang(TWO) as (decode, _, receivers):
-        arrivals = transport.unpack(chunk_of(transport, sender), None)
-        payloads = decode.receive_blocks([arrival.payload for arrival in arrivals], 5)
-        for (first, offset), payload in zip(((0, 0), (2, 3)), payloads, strict=True):
-            decode.write_blocks(BLOCK_IDS[first:], offset, payload)
+        chunk = chunk_of(transport, sender)
+        described = transport.describe(7, chunk)
+        assert described.num_bytes == chunk.num_bytes
+        replica = OneHost(transport, chunk)
+        [arrival] = transport.unpack(described, replica)
+        [payload] = decode.receive_blocks([arrival.payload], 5)
+        decode.write_blocks(BLOCK_IDS, 0, payload)
+        assert replica.asked == [(7, range(2)), (7, range(2, 4))]
         for backend in receivers:
             heads = backend.kv_heads()
             expected = tokens_of(sender.cache, heads)

@@ -14,7 +14,7 @@ from backends.jax.backend import JaxBackend
 from cluster.gang.backend import GangBackend
 from cluster.gang.ray_kv import GivenPayload
 from cluster.gang.ray_launcher import RayLauncher
-from cluster.kv_transfer.object_store import ObjectPayload
+from cluster.kv_transfer.object_store import PiecePayload
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.kv_connector import KVConnector
@@ -119,7 +119,7 @@ def test_one_host_goes_on_with_what_two_have_computed(serve_url: str, model: Pat
 
 
 POOLS = {"disagg_topo": "1,1", "disagg_min_prefill_tokens": 4, "kv_transfer_object_mib": 0}
-POOLS |= {"kv_transfer_checksums": True, "max_num_batched_tokens": 16}
+POOLS |= {"kv_transfer_checksums": True, "kv_transfer_timeout_s": 100, "max_num_batched_tokens": 16}  # it compiles
 
 
 def made(config: EngineConfig) -> Backend:
@@ -157,7 +157,7 @@ def test_pools_of_hosts_give_what_one_engine_gives_and_leaders_have_none_of_thei
     config = EngineConfig.from_args({**OPTIONS, **POOLS, **sizes, "model": str(model)})
     if decode[0] > 1:
         monkeypatch.setattr(GivenPayload, "fetch", not_here)  # in this process, which leads both gangs
-        monkeypatch.setattr(ObjectPayload, "fetch", not_here) if prefill[0] > 1 else None
+        monkeypatch.setattr(PiecePayload, "fetch", not_here)
     monkeypatch.setattr(RayLauncher, "collect", not_here)
     replica = PrefillReplica(prefill_config(config), made(prefill_config(config)))
     backend = made(config)

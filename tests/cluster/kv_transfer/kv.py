@@ -96,7 +96,10 @@ class LocalPool(PrefillPool):
         transfer.take(last_output())
         return PrefillAnswer(next_token_id=77, logprobs=None, num_cached_tokens=4, compute_s=0.1, total_s=0.1)
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
+    async def fetch(
+        self, ticket: TransferTicket, index: int, num_received: int, *, described: bool
+    ) -> tuple[KVChunk | NoChunk, object]:
+        assert not described
         await self._count()
         chunk = await self._transfer(ticket).chunk(index, num_received)
         if isinstance(chunk, KVChunk):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
+import ray
+
+from cluster.gang.kv import GivenKV, KVHost, KVSlice
+from cluster.gang.ray_kv import GivenPayload
 from cluster.kv_transfer.decode_connector import DecodeConnector
 from cluster.kv_transfer.messages import KVChunk, NoChunk, PrefillAnswer, PrefillOrder, TransferTicket
 from cluster.kv_transfer.metrics import TransferMetrics
@@ -16,6 +23,7 @@ from cluster.roles import Role
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv_blocks import KVPayload, LocalPayload
 from engine.request import EngineRequest
 
 
@@ -34,14 +42,33 @@ class DeskPool(PrefillPool):
             raise PrefillError("refused", answer.message)
         return answer
 
-    async def fetch(self, ticket: TransferTicket, index: int, num_received: int) -> tuple[KVChunk | NoChunk, object]:
-        return await self._desk.fetch(ticket, index, num_received), None
+    async def fetch(
+        self, ticket: TransferTicket, index: int, num_received: int, *, described: bool
+    ) -> tuple[KVChunk | NoChunk, object]:
+        chunk = await self._desk.fetch(ticket, index, num_received, described=described)
+        return chunk, DeskHost(self._desk, ticket, asyncio.get_running_loop())
 
     def suspect(self, replica: str) -> bool:
         raise AssertionError(f"{replica} has done nothing wrong")
 
     def close(self, ticket: TransferTicket) -> None:
         self._desk.close(ticket)
+
+
+class DeskHost(KVHost):
+    """A prefill replica on one host, which a decode replica on several asks. Its KV goes into Ray's object store if
+    there is a Ray, for decode's hosts are other processes then."""
+
+    def __init__(self, desk: PrefillDesk, ticket: TransferTicket, loop: asyncio.AbstractEventLoop) -> None:
+        self._desk = desk
+        self._ticket = ticket
+        self._loop = loop
+
+    def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:  # noqa: ARG002
+        asked = self._desk.give(self._ticket, slices[0].key, heads)
+        given = asyncio.run_coroutine_threadsafe(asked, self._loop).result(10)
+        assert isinstance(given, GivenKV)
+        return GivenPayload(ray.put(given)) if ray.is_initialized() else LocalPayload(blocks=given.shares)
 
 
 class PrefillReplica:
@@ -53,7 +80,9 @@ class PrefillReplica:
     def __init__(self, config: EngineConfig, backend: Backend) -> None:
         self._transport = ObjectStoreTransport.of(config)
         max_bytes = config.kv_transfer_max_mib * MIB
-        self.table = TransferTable(self._transport, TransferMetrics(Role.PREFILL), max_bytes=max_bytes, lease_s=1)
+        self.table = TransferTable(
+            self._transport, TransferMetrics(Role.PREFILL), max_bytes=max_bytes, lease_s=config.kv_transfer_timeout_s
+        )
         self._desk = PrefillDesk(self.table)
         self.engine = EngineCore(config, backend, self._desk.emit, PrefillConnector(self.table))
         self.engine.load()

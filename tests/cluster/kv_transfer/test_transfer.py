@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.gang.kv import GivenKV
 from cluster.kv_transfer.budget import ByteBudget
 from cluster.kv_transfer.messages import MAIN, KVChunk, KVPiece, NoChunk
 from cluster.kv_transfer.metrics import TransferMetrics
@@ -100,6 +101,31 @@ async def test_a_chunk_is_given_as_soon_as_it_is_computed_and_kept_until_it_is_a
     assert isinstance(await subject.chunk(1, 1), KVChunk)
     assert subject.num_bytes == 2 * TOKEN
     assert await subject.chunk(0, 1) == NoChunk()
+
+
+async def test_a_described_chunk_has_no_data_and_is_given_by_heads_until_it_is_acknowledged() -> None:
+    subject = table()
+    await subject.open("t", 0)
+    for start in (0, 10):
+        subject.exported(export(start, start + 10))
+    chunk = await subject.chunk("t", 0, 0, described=True)
+    assert isinstance(chunk, KVChunk)
+    assert not any(piece.sections for piece in chunk.pieces)
+    assert chunk.num_bytes == subject.metrics.bytes == sum(piece.end - piece.start for piece in chunk.pieces) * TOKEN
+    given = await subject.give("t", 0, range(1, 3))
+    assert isinstance(given, GivenKV)
+    assert [share.heads for share in given.shares] == [range(1, 2), range(2, 3)]
+    for share in given.shares:
+        assert share.data.flags.c_contiguous
+        assert (share.data[1, 1, 0, :, 3] == range(chunk.pieces[-1].end)).all()
+    assert given.checksum is not None
+    assert isinstance(await subject.give("t", 5, range(4)), NoChunk)
+    early = asyncio.create_task(subject.chunk("t", 1, 1, described=True))
+    await asyncio.sleep(0)
+    assert isinstance(await subject.give("t", 0, range(4)), NoChunk)
+    assert isinstance(await subject.give("unknown", 0, range(4)), NoChunk)
+    subject.close("t")
+    await asyncio.wait([early], timeout=5)
 
 
 async def test_a_transfer_that_is_not_fetched_fails_before_it_holds_too_much() -> None:
