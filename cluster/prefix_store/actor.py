@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -87,8 +88,7 @@ class PrefixStore:
 
     async def join(self, member: str, node: str, capacity_bytes: int) -> None:
         """A replica begins to use the store, which may take so many bytes of that node."""
-        heard_after = time.monotonic() - MEMBER_TIMEOUT_S
-        self._members = {name: heard for name, heard in self._members.items() if heard > heard_after}
+        self._members = {name: self._members[name] for name in self._alive()}
         self._members[member] = time.monotonic()
         self._directory.limit(node, capacity_bytes)
 
@@ -125,9 +125,15 @@ class PrefixStore:
         while True:
             left = deadline - time.monotonic()
             if since != self._directory.version(space) or left <= 0:
-                return self._directory.changes(space, since)
+                changes = self._directory.changes(space, since)
+                return changes if member in self._alive()[:1] else replace(changes, used_bytes=0)
             if await self._changed.wait(left):
                 await asyncio.sleep(COALESCE_S)
+
+    def _alive(self) -> list[str]:
+        """Replicas that were heard of lately; the one that came first tells the world how much is stored."""
+        heard_after = time.monotonic() - MEMBER_TIMEOUT_S
+        return [name for name, heard in list(self._members.items()) if heard > heard_after]
 
     async def _adopt(self, node: str, content: Content) -> Content:
         keeper = await self._keeper(node)
@@ -157,8 +163,7 @@ class PrefixStore:
         unanswered = 0
         while unanswered < LAST_TRIES:
             time.sleep(WATCH_INTERVAL_S)
-            heard_after = time.monotonic() - MEMBER_TIMEOUT_S
-            if any(heard > heard_after for heard in list(self._members.values())):
+            if self._alive():
                 unanswered = 0
                 continue
             try:

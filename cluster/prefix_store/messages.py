@@ -39,6 +39,6 @@ class Changes:
 
     version: Version
     whole: bool  # `added` is everything there is; what was known before is void
-    used_bytes: int  # of all spaces
+    used_bytes: int  # of all spaces, where it is this replica's part to report it; else 0
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()

@@ -8,7 +8,7 @@ from engine.metrics import MetricDefinition, MetricsSnapshot, counter, gauge
 
 STORE_DEFINITIONS: tuple[MetricDefinition, ...] = (
     gauge("kv_store_connected", "1 while the replica uses the prefix store, else 0."),
-    gauge("kv_store_used_bytes", "Bytes in the whole prefix store, as each replica has heard."),
+    gauge("kv_store_used_bytes", "Bytes in the whole prefix store; one replica reports them, the others 0."),
     counter("kv_store_hit_tokens", "Tokens whose KV came from the prefix store."),
     counter("kv_store_reads", "Prompts for which the prefix store was read."),
     counter(

@@ -91,6 +91,20 @@ def test_a_follower_hears_of_changes_at_once(client: RayStoreClient) -> None:
     assert everything.used_bytes == changes.used_bytes >= known.used_bytes + 2 * BLOCK_BYTES
 
 
+def test_one_replica_reports_what_is_stored_and_another_when_it_has_left(client: RayStoreClient) -> None:
+    dead, second = (RayStoreClient(APPLICATION, name, 64 * MIB) for name in ("another", "second"))
+    for one in (dead, second):
+        one.join(TIMEOUT_S)
+    dead.close()  # else the store would wait for it first, some seconds
+    client.add(segment_of(50), TIMEOUT_S)
+    assert client.changes(SPACE, Version(), TIMEOUT_S).used_bytes > 0
+    assert second.changes(SPACE, Version(), TIMEOUT_S).used_bytes == 0
+    client.close()
+    assert second.changes(SPACE, Version(), TIMEOUT_S).used_bytes > 0
+    client.join(TIMEOUT_S)
+    second.close()
+
+
 def test_the_store_takes_no_more_of_a_node_than_its_replicas_allow(client: RayStoreClient) -> None:
     frugal = RayStoreClient(APPLICATION, "frugal", 1024)
     frugal.join(TIMEOUT_S)
