@@ -132,9 +132,9 @@ def first_tokens(warm: Engine, cold: Engine, length: int, rounds: int) -> None:
 def between_tokens(engines: dict[str, Engine], length: int, rounds: int) -> None:
     gaps: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
-        for name, engine in engines.items():
+        for variant, (name, engine) in enumerate(engines.items()):
             streams = [engine.submit([number, 7, i + 100], STREAM_TOKENS) for i in range(STREAMS)]
-            for prompt in prompts(length, PROMPTS, hash((number, name)) % 10**6):
+            for prompt in prompts(length, PROMPTS, 1000 + len(engines) * number + variant):
                 time.sleep(0.3)
                 engine.run(prompt, 1)
             for stream in streams:

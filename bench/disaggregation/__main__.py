@@ -18,7 +18,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--file", type=Path, help="trace: where to write it, for chrome://tracing")
     parser.add_argument(
-        "--cases", type=int, nargs="+", default=[0, 1, 2], help="tpot: unified on one core, on all, and both pools"
+        "--cases",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2, 3],
+        help="tpot: unified on one core, on all; pools where decode, and where prefill has a core of its own",
     )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="sliceserve-bench-"))

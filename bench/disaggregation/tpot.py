@@ -19,7 +19,7 @@ import psutil
 from bench.disaggregation.common import PORT, application, ray_with_serve
 from cluster.app import build_app
 
-STREAMS, STREAM_TOKENS, PROMPT_TOKENS, PROMPT_EVERY_S = 4, 100, 1500, 2.0
+STREAMS, STREAM_TOKENS, PROMPT_TOKENS, PROMPT_EVERY_S = 4, 300, 1500, 2.0
 TPOT_OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_running_seqs": 8, "max_model_len": 2048, "warmup": False}
 
 
@@ -31,7 +31,9 @@ def tpot(folder: Path, chosen: Sequence[int]) -> None:
     cases: list[tuple[str, dict[str, Any], dict[str, list[int]]]] = [
         ("unified, one core", {}, {"Engine": cores[-1:]}),
         ("unified, all cores", {}, {"Engine": cores}),
-        ("prefill and decode, one core each", pools, {"Engine": cores[-1:], "Prefill": cores[:-1]}),
+        # Everything else on this machine, the clients included, runs on the first cores.
+        ("decode with a core of its own", pools, {"Engine": cores[-1:], "Prefill": cores[:-1]}),
+        ("prefill with a core of its own", pools, {"Engine": cores[:-1], "Prefill": cores[-1:]}),
     ]
     print("| case | long prompts | TPOT p50 (ms) | TPOT p99 (ms) | longest gap (ms) | TTFT of long prompts p50 (s) |")
     print("| --- | --- | --- | --- | --- | --- |")
