@@ -18,6 +18,7 @@ PREFIX = 320  # tokens: ten blocks
 def url(serve_url: str) -> Iterator[str]:
     # Steps are long enough that what the machine does besides makes no replica faster than others, and busier.
     options = {"data_parallel_size": REPLICAS, "mock_step_ms": 10, "mock_prefill_ms_per_token": 0.05}
+    options |= {"sticky_sessions": True}  # of no effect on requests without a session
     with deployed(serve_url, "routing", **options) as address:
         eventually(lambda: len(served(address)) == REPLICAS)
         yield address
@@ -28,11 +29,11 @@ def served(url: str) -> dict[str, float]:
     return metric(url, "vllm:request_success_total", finished_reason="length")
 
 
-def answers(url: str, prompts: list[list[int]]) -> tuple[Counter[str], list[int]]:
+def answers(url: str, prompts: list[list[int]], session: str | None = None) -> tuple[Counter[str], list[int]]:
     """Sends prompts, a few at a time. Returns the requests that each replica got, and the cached tokens of each."""
     before = served(url)
     with ThreadPoolExecutor(REPLICAS) as pool:
-        replies = list(pool.map(lambda prompt: completion(url, prompt=prompt, max_tokens=8), prompts))
+        replies = list(pool.map(lambda p: completion(url, prompt=p, max_tokens=8, prompt_cache_key=session), prompts))
     usages = [reply.json()["usage"] for reply in replies]
     after = served(url)
     counts = Counter({replica: int(count - before[replica]) for replica, count in after.items()})
@@ -55,3 +56,13 @@ def test_requests_that_have_nothing_in_common_spread_over_the_replicas(url: str)
     assert sum(counts.values()) == 80
     assert sum(cached) == 0
     assert max(counts.values()) < 1.5 * min(counts.values())
+
+
+def test_requests_of_a_session_meet_at_one_replica_and_sessions_spread(url: str) -> None:
+    homes = set()
+    for session in range(8):
+        counts, _ = answers(url, [[5000 + 100 * session + number] * 100 for number in range(3)], f"session-{session}")
+        [home] = [replica for replica, count in counts.items() if count]
+        assert counts[home] == 3
+        homes.add(home)
+    assert len(homes) > 1
