@@ -27,7 +27,6 @@ from engine.pools import prefill_config
 
 def create_connector(
     config: EngineConfig,
-    role: Role,  # noqa: ARG001
     replica: ReplicaLabels,
     *,
     backend: Backend,

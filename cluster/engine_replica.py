@@ -54,7 +54,6 @@ class EngineReplica(ABC):
         """
         configure_logging(log_level)
         context = serve.get_replica_context()
-        self._role = role
         self._labels = ReplicaLabels(
             model_name=config.model_name,
             application=context.app_name,

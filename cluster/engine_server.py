@@ -48,7 +48,7 @@ class EngineServer(EngineReplica):
         super().__init__(config, log_level, Role.UNIFIED if prefill is None else Role.DECODE)
 
     def _connect(self, config: EngineConfig, backend: Backend) -> KVConnector | None:
-        return create_connector(config, self._role, self._labels, backend=backend, prefill=self._prefill)
+        return create_connector(config, self._labels, backend=backend, prefill=self._prefill)
 
     def _attach(self, engine: EngineCore) -> None:
         self._admissions.attach(engine)

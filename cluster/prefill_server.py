@@ -41,7 +41,7 @@ class PrefillServer(EngineReplica):
         super().__init__(config, log_level, Role.PREFILL)
 
     def _connect(self, config: EngineConfig, backend: Backend) -> KVConnector | None:
-        return create_connector(config, self._role, self._labels, backend=backend, transfers=self._table)
+        return create_connector(config, self._labels, backend=backend, transfers=self._table)
 
     def _attach(self, engine: EngineCore) -> None:
         self._desk.attach(engine)

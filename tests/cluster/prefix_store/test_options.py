@@ -8,7 +8,6 @@ from backends.mock import MockBackend
 from cluster.connectors import create_connector
 from cluster.metrics_text import ReplicaLabels
 from cluster.prefix_store.connector import PrefixStoreConnector
-from cluster.roles import Role
 from engine.config import ConfigError, EngineConfig
 
 
@@ -31,5 +30,5 @@ def test_a_wrong_option_is_one_line(options: dict[str, str], words: str) -> None
 def test_a_replica_has_the_store_if_it_is_asked_for(kv_store: str | None) -> None:
     config = EngineConfig.from_args({"backend": "mock", "kv_store": kv_store})
     labels = ReplicaLabels(model_name="m", application="a", replica="r", role="unified")
-    connector = create_connector(config, Role.UNIFIED, labels, backend=MockBackend(config))
+    connector = create_connector(config, labels, backend=MockBackend(config))
     assert isinstance(connector, PrefixStoreConnector) == (kv_store is not None)
