@@ -59,6 +59,11 @@ def cached_tokens(url: str, tokens: list[int]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def passing_bytes(url: str) -> int:
+    """Bytes in the object store beside those that the prefix store keeps."""
+    return stored_bytes() - int(max(metric(url, "sliceserve_kv_store_used_bytes").values()))
+
+
 def test_gangs_answer_as_one_engine_does_and_their_kv_goes_from_host_to_host(url: str) -> None:
     long, other = list(range(300, 700)), list(range(1400, 1900))
     assert text(url, prompt=long, max_tokens=20, temperature=0) == expected(long, 20)
@@ -72,7 +77,7 @@ def test_gangs_answer_as_one_engine_does_and_their_kv_goes_from_host_to_host(url
 
 
 def test_when_a_prefill_host_dies_in_the_middle_of_a_prompt_the_client_sees_but_latency(url: str) -> None:
-    victim = workers(url, "prefill")[1]
+    victim, before = workers(url, "prefill")[1], passing_bytes(url)
     tokens = list(range(3000, 4500))  # 1.5 s
     bytes_before = total(url, "sliceserve_kv_transfer_bytes_total", role="decode")
     with ThreadPoolExecutor(1) as pool:
@@ -82,6 +87,7 @@ def test_when_a_prefill_host_dies_in_the_middle_of_a_prompt_the_client_sees_but_
         assert answer.result(60) == expected(tokens, 8, seed=3)
     came = total(url, "sliceserve_kv_transfer_bytes_total", role="decode") - bytes_before
     assert 0 < came < len(tokens) * TOKEN_BYTES
+    assert_nothing_left(url, before, lambda: passing_bytes(url))
 
 
 @pytest.mark.matrix
@@ -104,19 +110,14 @@ def test_a_new_decode_gang_finds_in_the_store_what_the_lost_one_had(url: str) ->
 @pytest.mark.matrix
 def test_cancels_leave_nothing_with_any_host(url: str) -> None:
     eventually(lambda: is_well(url), 60)
-
-    def passing() -> int:
-        """Bytes beside those that the prefix store keeps."""
-        return stored_bytes() - int(max(metric(url, "sliceserve_kv_store_used_bytes").values()))
-
     load = Load(url, expected, seed=8)
     load.run(10)
     time.sleep(2)
-    before = passing()
+    before = passing_bytes(url)
     load.run(120)
     assert load.wrong == []
     assert load.cancelled > 20
-    assert_nothing_left(url, before, passing)
+    assert_nothing_left(url, before, lambda: passing_bytes(url))
 
 
 TOPOLOGIES: list[dict[str, Any]] = [
