@@ -25,7 +25,7 @@ class KVBackend(Backend):
 
     def __init__(self, kv_format: KVFormat, heads: Sequence[range] | None = None) -> None:
         self._format = kv_format
-        self._heads = heads or (range(kv_format.num_kv_heads),)
+        self._heads = (range(kv_format.num_kv_heads),) if heads is None else heads
         shape = (kv_format.num_layers, 2, kv_format.num_kv_heads, NUM_BLOCKS * BLOCK_SIZE, kv_format.head_dim)
         self.cache = np.zeros(shape, np.uint16)
 
@@ -42,7 +42,7 @@ class KVBackend(Backend):
         return self._format
 
     def kv_heads(self) -> range:
-        return range(self._heads[0].start, self._heads[-1].stop)
+        return range(self._heads[0].start, self._heads[-1].stop) if self._heads else range(0)
 
     def read_blocks(self, block_ids: Sequence[int], num_tokens: int, offset: int = 0) -> PendingBlocks:
         places = self._places(block_ids, offset, num_tokens)

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ ONE = ((range(4),),)
 TWO = ((range(1), range(1, 2)), (range(2, 3), range(3, 4)))  # two chips each
 FOUR = tuple((range(head, head + 1),) for head in range(4))
 DOUBLED = ((range(2),), (range(2),), (range(2, 4),), (range(2, 4),))  # more chips than heads
+PADDED = ((range(2),), (range(2, 4),), ())  # the last host's chips have no heads of their own
 BLOCK_IDS = [3, 9, 4, 11, 1]
 
 
@@ -57,6 +59,10 @@ def tokens_of(cache: np.ndarray, heads: range) -> np.ndarray:
     return cache[:, :, heads.start : heads.stop, places]
 
 
+def holds(backend: KVBackend, heads: range, expected: np.ndarray) -> bool:
+    return bool((tokens_of(backend.cache, heads) == expected).all())
+
+
 def chunk_of(transport: ObjectStoreTransport, backend: Backend) -> KVChunk:
     """Two reads, cut to pieces of at most six tokens' KV per host."""
     pieces: list[KVPiece] = []
@@ -69,8 +75,10 @@ def on_shelves(launcher: LocalLauncher) -> int:
     return sum(len(host.reads) + len(host.payloads) for host in launcher.hosts)
 
 
-@pytest.mark.parametrize("source", [TWO, FOUR, DOUBLED], ids=["from 2", "from 4", "from 4 with 2 heads each"])
-@pytest.mark.parametrize("target", [ONE, TWO, FOUR, DOUBLED], ids=["to 1", "to 2", "to 4", "to 4 with 2 heads each"])
+@pytest.mark.parametrize(
+    "source", [TWO, FOUR, DOUBLED, PADDED], ids=["from 2", "from 4", "from doubled", "from padded"]
+)
+@pytest.mark.parametrize("target", [ONE, TWO, FOUR, DOUBLED, PADDED], ids=["1", "2", "4", "doubled", "padded"])
 def test_each_host_gets_the_heads_it_keeps_and_the_leaders_get_none(
     source: Sequence[Sequence[range]], target: Sequence[Sequence[range]]
 ) -> None:
@@ -87,12 +95,13 @@ def test_each_host_gets_the_heads_it_keeps_and_the_leaders_get_none(
         eventually(lambda: not sum(len(host.payloads) for host in there.hosts), 2)
         for backend in receivers:
             heads = backend.kv_heads()
-            assert (tokens_of(backend.cache, heads) == tokens_of(senders[0].cache, heads)).all()
+            eventually(partial(holds, backend, heads, tokens_of(senders[0].cache, heads)), 2)
             backend.cache[:, :, heads.start : heads.stop] = 0
             assert not backend.cache.any()
         assert here.num_collected == there.num_collected == 0
         sizes = {sum(len(share.heads) for share in given) for given in here.given}
-        assert sizes == {min(4 // len(set(source)), 4 // len(set(target)))}
+        owners, keepers = ({heads for heads in each if heads} for each in (source, target))
+        assert sizes - {1} <= {min(4 // len(owners), 4 // len(keepers))}  # a host without heads is sent one
         del chunk, arrival, payload
         gc.collect()
         eventually(lambda: not on_shelves(here), 2)  # without another command
@@ -126,13 +135,7 @@ def test_a_gangs_hosts_get_of_one_host_the_heads_they_keep() -> None:
         assert replica.asked == [(7, range(2)), (7, range(2, 4))]
         for backend in receivers:
             heads = backend.kv_heads()
-            expected = tokens_of(sender.cache, heads)
-            eventually(
-                lambda backend=backend, heads=heads, expected=expected: (
-                    tokens_of(backend.cache, heads) == expected
-                ).all(),
-                2,
-            )
+            eventually(partial(holds, backend, heads, tokens_of(sender.cache, heads)), 2)
 
 
 class Late(RemotePayload):
