@@ -139,7 +139,11 @@ class _ReplicaHost(KVHost):
         self._loop = loop
 
     def ask(self, slices: Sequence[KVSlice], heads: range, *, checksum: bool) -> KVPayload:  # noqa: ARG002
-        """For a thread other than the loop's. The replica's own options say whether there is a checksum."""
+        """For a thread other than the loop's. The replica's own options say whether there is a checksum.
+
+        Raises:
+            PrefillError, KVLateError: the replica does not take the call.
+        """
         asked = asyncio.run_coroutine_threadsafe(self._ask(slices[0].key, heads), self._loop)
         try:
             return GivenPayload(asked.result(2 * ACCEPT_TIMEOUT_S))
@@ -151,13 +155,16 @@ class _ReplicaHost(KVHost):
 
     async def _ask(self, index: int, heads: range) -> Any:
         ray_compat.begin_call_of_its_own()
-        response = self._give.remote(self._ticket, index, heads)
-        accepted = asyncio.ensure_future(ray_compat.reference(response))
         try:
-            return await _in_time(accepted)
-        except BaseException:
-            _give_up(response, accepted)
-            raise
+            response = self._give.remote(self._ticket, index, heads)
+            accepted = asyncio.ensure_future(ray_compat.reference(response))
+            try:
+                return await _in_time(accepted)
+            except BaseException:
+                _give_up(response, accepted)
+                raise
+        except _CALL_ERRORS as error:
+            raise _prefill_error(error) from error
 
 
 async def _call(handle: Any, *args: object) -> Any:
@@ -174,15 +181,23 @@ async def _call(handle: Any, *args: object) -> Any:
         except BaseException:
             _give_up(response, accepted)
             raise
-    except ray_compat.OVERLOADED_ERRORS as error:
-        raise PrefillError("overloaded", "the prefill replica has too many calls") from error
-    except ObjectLostError as error:
-        raise PrefillError("lost", f"an object with KV is lost: {first_line(error)}") from error
-    except ray_compat.UNAVAILABLE_ERRORS as error:
-        raise PrefillError("unavailable", f"the prefill replica is gone: {first_line(error)}") from error
+    except _CALL_ERRORS as error:
+        raise _prefill_error(error) from error
     if isinstance(result, Refusal):
         raise PrefillError(_REASONS[result.kind], result.message)
     return result
+
+
+_CALL_ERRORS = (*ray_compat.OVERLOADED_ERRORS, *ray_compat.UNAVAILABLE_ERRORS)
+
+
+def _prefill_error(error: Exception) -> PrefillError:
+    """What it means that a call has failed."""
+    if isinstance(error, ray_compat.OVERLOADED_ERRORS):
+        return PrefillError("overloaded", "the prefill replica has too many calls")
+    if isinstance(error, ObjectLostError):
+        return PrefillError("lost", f"an object with KV is lost: {first_line(error)}")
+    return PrefillError("unavailable", f"the prefill replica is gone: {first_line(error)}")
 
 
 async def _in_time(accepted: asyncio.Future[Any]) -> Any:

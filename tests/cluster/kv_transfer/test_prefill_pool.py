@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import BackPressureError
 
 from cluster.balancer import Balancer
 from cluster.gang.kv import KVSlice
@@ -49,6 +50,13 @@ def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
 
 def pool(handle: Any) -> ServePrefillPool:
     return ServePrefillPool(handle, Balancer.of(EngineConfig.from_args({"backend": "mock"}), hears_news=False))
+
+
+class Full(Handle):
+    """Of a deployment that has too many calls."""
+
+    async def _to_object_ref(self) -> asyncio.Future[object]:
+        raise BackPressureError(num_queued_requests=3, max_queued_requests=2)
 
 
 async def until_cancelled(handle: Handle) -> None:
@@ -99,3 +107,12 @@ async def test_heads_of_a_chunk_are_asked_for_from_a_thread_which_waits_until_a_
         with pytest.raises(PrefillError, match="took no call"):
             await asyncio.wait_for(asked, 5)
         await until_cancelled(handle)
+
+
+async def test_a_replica_with_too_many_calls_is_no_bug() -> None:
+    with pytest.raises(PrefillError, match="too many calls"):
+        await pool(Full()).fetch(TICKET, 0, 0, described=True)
+    host = _ReplicaHost(Full(), TICKET, asyncio.get_running_loop())
+    with pytest.raises(PrefillError, match="too many calls") as caught:
+        await asyncio.to_thread(host.ask, [KVSlice(key=3, first=0, end=8)], range(2), checksum=False)
+    assert caught.value.reason == "overloaded"
