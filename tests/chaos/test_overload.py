@@ -78,6 +78,13 @@ def resident() -> dict[psutil.Process, int]:
     return {process: resident_bytes(process) for process in (*engines("crowd"), *ingresses("crowd"))}
 
 
+async def watched(sizes: list[dict[psutil.Process, int]], interval_s: float) -> None:
+    """Adds what all processes take, until cancelled."""
+    while True:
+        sizes.append(await asyncio.to_thread(resident))
+        await asyncio.sleep(interval_s)
+
+
 @pytest.mark.parametrize(
     ("seconds", "goodput"),
     [pytest.param(8, 0.8, id="short"), pytest.param(60, 0.9, id="long", marks=pytest.mark.matrix)],
@@ -87,10 +94,12 @@ async def test_ten_times_too_many_requests_cost_the_others_nothing(
 ) -> None:
     async with http_client() as client:
         alone = await capacity(client, overloaded, 3)
-        before = await asyncio.to_thread(resident)
+        sizes: list[dict[psutil.Process, int]] = []
+        watch = asyncio.create_task(watched(sizes, seconds / 8))
         load = Load(overloaded)
         await load.offer(client, OFFERED_PER_S, seconds)
-        after = await asyncio.to_thread(resident)
+        watch.cancel()
+        before, after = sizes[0], await asyncio.to_thread(resident)
         started = time.monotonic()
         recovered = await asyncio.to_thread(completion, overloaded, max_tokens=4)
         recovery_s = time.monotonic() - started
@@ -102,7 +111,10 @@ async def test_ten_times_too_many_requests_cost_the_others_nothing(
     assert recovered.status_code == 200
     assert recovery_s < 2
     refused = load.statuses.count(429)
-    grown = ", ".join(f"{(after[process] - before[process]) / 2**20:+.1f}" for process in after)
+    grown = ", ".join(
+        "/".join(f"{(size[process] - before[process]) / 2**20:+.0f}" for size in (*sizes[1:], after))
+        for process in after
+    )
     print(
         f"{load.tokens_per_s():.0f} tokens/s of {CAPACITY:.0f} (alone {alone:.0f}), {refused} of {len(load.statuses)} "
         f"refused, RSS {grown} MiB, the next request took {recovery_s:.2f} s"
