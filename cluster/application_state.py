@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -12,9 +14,15 @@ from cluster.broadcast import broadcast
 from cluster.client import Health
 from cluster.exchange import NO_ENGINE
 from cluster.metrics_text import render
+from cluster.progress import last_failure
+from engine.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 ASLEEP = "no engine runs while there is nothing to do; the next request starts one"
 NO_PREFILL = "no prefill replica answers; decode replicas compute all prompts themselves"
+CAN_NOT_START = "no engine can start: "
+CONTROL_STORE_TIMEOUT_S = 1.0
 
 
 class ApplicationState:
@@ -35,15 +43,34 @@ class ApplicationState:
         self._ingress = ingress
         self._prefill = prefill
         self._sleeps = sleeps
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="start-up-failures")
+        self._reading: asyncio.Future[str | None] | None = None
 
     async def health(self) -> Health:
         """Healthy while any replica is: the others' requests go there."""
         engines, prefills = await asyncio.gather(_health(self._engine), _health(self._prefill))
         if engines is None:
-            return Health(healthy=self._sleeps, degraded=self._sleeps, reason=ASLEEP if self._sleeps else NO_ENGINE)
+            return await self._health_without_engines()
         if not engines.healthy or self._prefill is None or (prefills is not None and prefills.healthy):
             return engines
         return Health(healthy=True, degraded=True, reason=NO_PREFILL)
+
+    async def _health_without_engines(self) -> Health:
+        failure = await self._last_failure()
+        if failure is not None:
+            return Health(healthy=False, reason=CAN_NOT_START + failure)
+        return Health(healthy=self._sleeps, degraded=self._sleeps, reason=ASLEEP if self._sleeps else NO_ENGINE)
+
+    async def _last_failure(self) -> str | None:
+        """Why no engine starts, if that is known. One question at a time: Ray's control store may be away."""
+        if self._reading is None or self._reading.done():
+            loop = asyncio.get_running_loop()
+            self._reading = loop.run_in_executor(self._reader, last_failure, self._engine.app_name)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._reading), CONTROL_STORE_TIMEOUT_S)
+        except Exception as error:  # health is answered without it
+            logger.debug("start-up records can't be read: %s", first_line(error))
+            return None
 
     async def metrics_text(self) -> bytes:
         """The metrics of all replicas that answer, in Prometheus text format."""

@@ -33,6 +33,7 @@ class StartUp:
     """Where one engine server is on its way to serving."""
 
     replica: str
+    role: str = ""
     phase: str = ""
     done: int = 0
     total: int = 0
@@ -51,9 +52,9 @@ class ProgressReporter:
 
     def __init__(self, application: str, replica: str, role: Role = Role.UNIFIED) -> None:
         """Where there is more than one role, phases and errors begin with this replica's."""
-        self._role = "" if role is Role.UNIFIED else f"{role}: "
+        self._label = "" if role is Role.UNIFIED else f"{role}: "
         self._key = f"{_prefix(application)}{replica}"
-        self._replica = replica
+        self._record = StartUp(replica=replica, role=role)
         self._phase = ""
         self._last_put = self._last_log = 0.0
         _forget_stale(application)
@@ -79,7 +80,7 @@ class ProgressReporter:
             raise
 
     def __call__(self, phase: str, done: int, total: int, detail: str = "") -> None:
-        phase = self._role + phase
+        phase = self._label + phase
         now = time.monotonic()
         edge = phase != self._phase or done >= total
         self._phase = phase
@@ -88,15 +89,15 @@ class ProgressReporter:
             logger.info("%s: %d of %d%s", phase, done, total, f" ({detail})" if detail else "")
         if edge or now - self._last_put > MIN_INTERVAL_S:
             self._last_put = now
-            self._put(StartUp(replica=self._replica, phase=phase, done=done, total=total, detail=detail))
+            self._put(replace(self._record, phase=phase, done=done, total=total, detail=detail))
 
     def ready(self, detail: str) -> None:
         logger.info("ready: %s", detail)
-        self._put(StartUp(replica=self._replica, ready=True, detail=self._role + detail))
+        self._put(replace(self._record, ready=True, detail=self._label + detail))
 
     def failed(self, error: str) -> None:
         logger.error("%s", error)
-        self._put(StartUp(replica=self._replica, error=self._role + error))
+        self._put(replace(self._record, error=self._label + error))
 
     def forget(self) -> None:
         ray_compat.kv_delete(self._key)
@@ -108,6 +109,15 @@ class ProgressReporter:
 def read_progress(application: str) -> list[StartUp]:
     """The records of all replicas of an application that have started so far."""
     return [record for _, record in _read(application)]
+
+
+def last_failure(application: str) -> str | None:
+    """Why the replica that was the last to start, of those that take requests, could not; None if it could, or tries.
+
+    Asks Ray's control store, which may take long.
+    """
+    records = [record for record in read_progress(application) if record.role != Role.PREFILL]
+    return max(records, key=lambda record: record.written_at).error if records else None
 
 
 def _read(application: str) -> list[tuple[str, StartUp]]:
