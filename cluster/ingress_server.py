@@ -56,7 +56,7 @@ class IngressServer:
             prefill=prefill,
             wake_timeout_s=config.wake_timeout_s if config.min_replicas == 0 else None,
         )
-        with ProgressReporter(context.app_name, replica).reporting_errors():
+        with ProgressReporter(context.app_name, replica, None).reporting_errors():
             self._tokenizer = load_tokenizer(config)
         self._counts = ResponseCounts()
 

@@ -50,11 +50,12 @@ class StartUpError(RuntimeError):
 class ProgressReporter:
     """A Progress (engine.backend) that writes StartUp records and log lines."""
 
-    def __init__(self, application: str, replica: str, role: Role = Role.UNIFIED) -> None:
-        """Where there is more than one role, phases and errors begin with this replica's."""
-        self._label = "" if role is Role.UNIFIED else f"{role}: "
+    def __init__(self, application: str, replica: str, role: Role | None) -> None:
+        """Where there is more than one role, phases and errors begin with this replica's. An ingress has none."""
+        self._application = application
+        self._label = "" if role in (None, Role.UNIFIED) else f"{role}: "
         self._key = f"{_prefix(application)}{replica}"
-        self._record = StartUp(replica=replica, role=role)
+        self._record = StartUp(replica=replica, role=role or "")
         self._phase = ""
         self._last_put = self._last_log = 0.0
         _forget_stale(application)
@@ -93,6 +94,9 @@ class ProgressReporter:
 
     def ready(self, detail: str) -> None:
         logger.info("ready: %s", detail)
+        for key, record in _read(self._application):
+            if record.error is not None and record.role == self._record.role:
+                ray_compat.kv_delete(key)  # what was wrong is not any more, also when this replica has gone
         self._put(replace(self._record, ready=True, detail=self._label + detail))
 
     def failed(self, error: str) -> None:
@@ -116,7 +120,7 @@ def last_failure(application: str) -> str | None:
 
     Asks Ray's control store, which may take long.
     """
-    records = [record for record in read_progress(application) if record.role != Role.PREFILL]
+    records = [record for record in read_progress(application) if record.role in (Role.UNIFIED, Role.DECODE)]
     return max(records, key=lambda record: record.written_at).error if records else None
 
 

@@ -27,7 +27,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return records
 
 
-def fail(replica: str, reason: str, role: Role = Role.UNIFIED, application: str = "app") -> None:
+def fail(replica: str, reason: str, role: Role | None = Role.UNIFIED, application: str = "app") -> None:
     with pytest.raises(StartUpError), ProgressReporter(application, replica, role).reporting_errors():
         raise BackendError(reason)
 
@@ -41,13 +41,24 @@ def test_the_last_replica_that_takes_requests_counts() -> None:
     assert last_failure("app") == "no memory"
     fail("d", "no chips", Role.DECODE)
     assert last_failure("app") == "decode: no chips"
-    again = ProgressReporter("app", "b")
+    fail("i", "no tokenizer", None)  # an ingress
+    assert last_failure("app") == "decode: no chips"
+    again = ProgressReporter("app", "b", Role.DECODE)
     again("reading weights", 0, 10)
     assert last_failure("app") is None  # it may succeed
     again.failed("no disk")
-    assert last_failure("app") == "no disk"
-    ProgressReporter("app", "c").ready("tiny on mock")
+    assert last_failure("app") == "decode: no disk"
+
+
+def test_failures_are_over_when_a_replica_has_served_even_when_it_is_gone() -> None:
+    fail("a", "no memory")
+    served = ProgressReporter("app", "b", Role.UNIFIED)
+    served.ready("tiny on mock")
+    served.forget()
     assert last_failure("app") is None
+    fail("c", "no disk")
+    ProgressReporter("app", "p", Role.PREFILL).ready("tiny on mock")
+    assert last_failure("app") == "no disk"
 
 
 @pytest.fixture
