@@ -50,5 +50,5 @@ async def test_long_prompts_do_not_stall_running_streams(server: LocalServer, pr
             await client.models.list()
             pauses.append(loop.time() - before)
         assert isinstance(refused.exception(), openai.BadRequestError)
-        assert len(pauses) > 3
+        # However few there are (a refusal may come at once): a server that stalls shows one, as long as the tokenizer takes.
         assert sorted(pauses)[len(pauses) // 2] < 0.1
