@@ -50,5 +50,5 @@ async def test_long_prompts_do_not_stall_running_streams(server: LocalServer, pr
             await client.models.list()
             pauses.append(loop.time() - before)
         assert isinstance(refused.exception(), openai.BadRequestError)
-        # However few there are (a refusal may come at once): a server that stalls shows one, as long as the tokenizer takes.
+        # However few there are, as a refusal may come at once: a server that stalls shows one that is long.
         assert sorted(pauses)[len(pauses) // 2] < 0.1
