@@ -22,6 +22,7 @@ NO_ENGINE = "no engine answers; it may be starting or restarting"
 NOT_TAKEN = Refusal(kind=RefusalKind.UNAVAILABLE, message=NO_ENGINE)
 ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone")
 NEVER_TAKEN = Refusal(kind=RefusalKind.MOVED, message="the engine that was chosen is gone; try again")
+QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive")
 
 
@@ -69,6 +70,8 @@ class Exchange:
                 if not self._is_over:
                     await self._inbox.wait()
         except TimeoutError:
+            if self._line is not None and self._line.is_alive:  # it is there: this call waits behind too many others
+                raise InterruptedExchangeError(QUEUE_FULL) from None
             self._is_deaf = True
             raise InterruptedExchangeError(NOT_TAKEN) from None
         if self._inbox.is_empty:

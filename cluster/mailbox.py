@@ -159,6 +159,11 @@ class Line(asyncio.Protocol):
         """Whether the engine at the other end has gone, or has dropped all requests of this line."""
         return self._transport is None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine at the other end was heard a moment ago."""
+        return self._transport is not None and self._missed_signs <= 1
+
     def watch(self, inbox: Inbox) -> None:
         """Wakes this inbox when the line is lost."""
         self._watchers.add(inbox)

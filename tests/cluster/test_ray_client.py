@@ -285,6 +285,22 @@ async def test_a_refusal_of_a_request_that_went_ahead_comes_with_its_call(line: 
         await line.outputs()
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
+async def test_a_call_that_is_stuck_is_overload_while_its_engine_is_heard_and_a_loss_when_it_is_not(
+    line: Line, monkeypatch: pytest.MonkeyPatch, is_heard: bool
+) -> None:
+    monkeypatch.setattr("cluster.continuation.ATTEMPT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("cluster.continuation.ADMISSION_TIMEOUT_S", 0.1)
+    if not is_heard:
+        monkeypatch.setattr("cluster.mailbox.Line.is_alive", False)
+    with pytest.raises(EngineOverloadedError if is_heard else EngineUnavailableError):
+        await line.outputs()
+    async with asyncio.timeout(5):
+        while "r" not in line.engine.withdrawn_ids:
+            await asyncio.sleep(0.01)
+    assert line.handle.cancelled.is_set() == is_heard
+
+
 async def test_serves_refusal_withdraws_the_request_that_went_ahead(line: Line) -> None:
     async def admit(*_: object) -> None:
         raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
