@@ -2,8 +2,9 @@
 
 A request comes over the line from its ingress, and the Serve call that holds its place comes beside it; or the call
 brings the request along, where there is no line yet. The two may arrive in either order and find each other here: the
-request starts when it arrives, and the call stays open until it has ended. A request whose call never comes is ended
-after a while, as Serve does not know of it. All of this runs on Serve's event loop, except `emit`.
+request starts when it arrives, and the call stays open until it has ended. A refusal goes back over the line, as calls
+may have to wait in Serve's router; a call that comes nevertheless hears it, too. A request whose call never comes is
+ended after a while, as Serve does not know of it. All of this runs on Serve's event loop, except `emit`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Admissions:
     # -- requests and calls
 
     def start(self, request: EngineRequest, stream: int, connection: Connection) -> Admission:
-        """Gives a request to the engine. Its ingress hears at once that it was taken; of a refusal, its call."""
+        """Gives a request to the engine. Its ingress hears at once whether it was taken."""
         self._loop = asyncio.get_running_loop()
         admission = Admission(
             request_id=request.request_id, stream=stream, connection=connection, ended=self._loop.create_future()
@@ -86,6 +87,7 @@ class Admissions:
             connection.post([(stream, RequestOutput(request_id=request.request_id))])
         else:
             admission.ended.set_result(refusal)
+            connection.refuse(stream, refusal)
         return admission
 
     def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None:
@@ -133,6 +135,7 @@ class Admissions:
         admission = self._running.get(request_id)
         if admission is not None and admission.connection is connection:
             self._abort(admission)
+        self._forget_refused(connection, request_id)
 
     def opened(self, connection: Connection) -> None:
         """An ingress listens, and doesn't know what the engine has cached."""
@@ -179,6 +182,16 @@ class Admissions:
             connection.post(per_ingress.get(connection, ()), news)
 
     # -- inside
+
+    def _forget_refused(self, connection: Connection, request_id: str) -> None:
+        """The call of a request that was refused does not come, as its ingress needs none."""
+        meeting = self._meetings.get(request_id)
+        if meeting is None or meeting.deadline is None:
+            return
+        admission = meeting.admission.result()
+        if admission.connection is connection and admission.ended.done() and admission.ended.result() is not None:
+            meeting.deadline.cancel()
+            del self._meetings[request_id]
 
     def _call_missed(self, admission: Admission) -> None:
         del self._meetings[admission.request_id]

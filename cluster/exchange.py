@@ -22,7 +22,6 @@ NO_ENGINE = "no engine answers; it may be starting or restarting"
 NOT_TAKEN = Refusal(kind=RefusalKind.UNAVAILABLE, message=NO_ENGINE)
 ENGINE_GONE = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine that served this request is gone")
 NEVER_TAKEN = Refusal(kind=RefusalKind.MOVED, message="the engine that was chosen is gone; try again")
-QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 LAST_FRAME_LOST = Refusal(kind=RefusalKind.UNAVAILABLE, message="the engine's last tokens did not arrive")
 
 
@@ -70,8 +69,6 @@ class Exchange:
                 if not self._is_over:
                     await self._inbox.wait()
         except TimeoutError:
-            if self._line is not None and self._line.is_alive:  # it is there: this call waits behind too many others
-                raise InterruptedExchangeError(QUEUE_FULL) from None
             self._is_deaf = True
             raise InterruptedExchangeError(NOT_TAKEN) from None
         if self._inbox.is_empty:
@@ -126,20 +123,23 @@ class Exchange:
 
     @property
     def _is_over(self) -> bool:
-        return self._call.done() or self._is_cut_off
+        return self._call.done() or self._is_cut_off or self._inbox.refusal is not None
 
     async def _arrival(self) -> None:
         """Returns when there is something in the inbox, or nothing will come any more."""
         inbox = self._inbox
         while inbox.is_empty and not self._is_over:
             await inbox.wait()
-        if inbox.is_empty and not self._is_cut_off and self._call.result() is None:  # the last frame is on its way
+        if self._call.done() and self._call.result() is None and not self._is_cut_off and inbox.is_empty:
+            # The last frame is on its way.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_FRAME_TIMEOUT_S):
                     await inbox.wait()
 
     def _reason(self) -> Refusal:
         """Why nothing comes any more."""
+        if self._inbox.refusal is not None:
+            return self._inbox.refusal
         refusal = self._call.result() if self._call.done() else None
         if refusal is not None and not (self._is_cut_off and refusal.kind is RefusalKind.MOVED):
             return refusal

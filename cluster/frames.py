@@ -1,9 +1,9 @@
 """The wire form of what engine steps yield: one msgpack array of rows per step and ingress.
 
 A row is `(stream, token ids, cached tokens)`, followed by the rarer fields only when one is set: a step of 64 decoding
-requests is 64 short rows, about 500 bytes. msgpack delimits itself, so a connection is just one object after another.
-A frame too large to be buffered whole (prompt logprobs take about 1 KiB per token) travels in pieces: byte strings,
-the last of them empty.
+requests is 64 short rows, about 500 bytes. One of a request that is refused has a string in the second place. msgpack
+delimits itself, so a connection is just one object after another. A frame too large to be buffered whole (prompt
+logprobs take about 1 KiB per token) travels in pieces: byte strings, the last of them empty.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from cluster.messages import Refusal, RefusalKind
 from engine.request import FinishReason, RequestOutput, TokenLogprobs
 
 PIECE_BYTES = 4 << 20
@@ -69,6 +70,21 @@ def from_rows(request_id: str, rows: Sequence[Row]) -> RequestOutput:
         tokens = tuple(chain.from_iterable(row[1] for row in rows))
         return RequestOutput(request_id=request_id, token_ids=tokens, num_cached_tokens=rows[-1][2])
     return merge([from_row(request_id, row) for row in rows])
+
+
+def refusal_row(stream: int, refusal: Refusal) -> Row:
+    """The row that an engine sends in place of outputs, for a request that it does not take."""
+    return (stream, refusal.kind.value, refusal.message, refusal.field, refusal.retry_after_s)
+
+
+def is_refusal(row: Row) -> bool:
+    return isinstance(row[1], str)
+
+
+def to_refusal(row: Row) -> Refusal:
+    """The refusal that `refusal_row` was given."""
+    _, kind, message, field, retry_after_s = row
+    return Refusal(kind=RefusalKind(kind), message=message, field=field, retry_after_s=retry_after_s)
 
 
 def encode(rows: Iterable[Row]) -> bytes:

@@ -17,6 +17,7 @@ import socket
 from typing import cast
 
 from cluster import frames
+from cluster.messages import Refusal
 from cluster.news import NEWS, NewsReader, read_row
 from cluster.request_codec import pack_request
 from cluster.sockets import LineAddress, prepare
@@ -34,6 +35,7 @@ class Inbox:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.refusal: Refusal | None = None  # the engine does not take it
         self._pending: list[frames.Row] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -42,7 +44,10 @@ class Inbox:
         return not self._pending
 
     def put(self, row: frames.Row) -> None:
-        self._pending.append(row)
+        if frames.is_refusal(row):
+            self.refusal = frames.to_refusal(row)
+        else:
+            self._pending.append(row)
         self.wake()
 
     def wake(self) -> None:
@@ -58,7 +63,7 @@ class Inbox:
 
     async def wait(self) -> None:
         """Returns at the next `put` or `wake`, or at once when something is there."""
-        if not self._pending:
+        if not self._pending and self.refusal is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -158,11 +163,6 @@ class Line(asyncio.Protocol):
     def is_lost(self) -> bool:
         """Whether the engine at the other end has gone, or has dropped all requests of this line."""
         return self._transport is None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine at the other end was heard a moment ago."""
-        return self._transport is not None and self._missed_signs <= 1
 
     def watch(self, inbox: Inbox) -> None:
         """Wakes this inbox when the line is lost."""

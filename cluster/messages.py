@@ -1,4 +1,4 @@
-"""What an ingress and an engine server say to each other in a Serve call, besides requests and tokens."""
+"""What an ingress and an engine server say to each other besides requests and tokens: tickets, and refusals."""
 
 from __future__ import annotations
 

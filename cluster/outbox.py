@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, cast
 
 from cluster import frames
+from cluster.messages import Refusal
 from cluster.request_codec import unpack_request
 from cluster.sockets import LineAddress, prepare
 from engine.errors import first_line
@@ -73,6 +74,11 @@ class Connection(asyncio.Protocol):
         for stream, output in outputs:
             self._backlog.setdefault(stream, []).append(output)
         self._missed_news |= bool(news)
+
+    def refuse(self, stream: int, refusal: Refusal) -> None:
+        """Says that a request is not taken, unless the socket is full: its Serve call says so, too, and later."""
+        if not self._paused:
+            self._write(frames.encode([frames.refusal_row(stream, refusal)]))
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -19,7 +19,7 @@ from cluster.application_state import ApplicationState
 from cluster.balancer import Balancer, Route
 from cluster.client import EngineUnavailableError, Health
 from cluster.continuation import Continuation, ResumptionCounts
-from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, QUEUE_FULL, Exchange, InterruptedExchangeError
+from cluster.exchange import ENGINE_GONE, NO_ENGINE, NOT_TAKEN, Exchange, InterruptedExchangeError
 from cluster.line_keeper import LineKeeper
 from cluster.mailbox import Mailbox
 from cluster.messages import Refusal, RefusalKind, Ticket
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
 """Longest wait for a call that an engine server answers from memory, until some replica is there to take it."""
+
+QUEUE_FULL = Refusal(kind=RefusalKind.OVERLOADED, message="too many requests are waiting; try again later")
 
 
 class RayEngineClient:

@@ -10,7 +10,7 @@ import pytest
 from cluster import admissions
 from cluster.admissions import Admissions
 from cluster.frames import Row
-from cluster.messages import RefusalKind
+from cluster.messages import Refusal, RefusalKind
 from engine.core import EngineHealth, QueueFullError
 from engine.news import EngineLoad, EngineNews
 from engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
@@ -51,6 +51,10 @@ class Connection:
     def __init__(self) -> None:
         self.frames: list[list[tuple[int, RequestOutput]]] = []
         self.news: list[Row] = []
+        self.refused: dict[int, Refusal] = {}
+
+    def refuse(self, stream: int, refusal: Refusal) -> None:
+        self.refused[stream] = refusal
 
     def post(self, outputs: Sequence[tuple[int, RequestOutput]], news: Sequence[Row] = ()) -> None:
         if outputs:
@@ -132,12 +136,25 @@ async def test_a_call_that_comes_after_the_end_ends_at_once(desk: Admissions, li
     assert await ended(await call(desk)) is None
 
 
-async def test_a_refusal_waits_for_the_call(desk: Admissions, engine: Engine, line: Connection) -> None:
+async def test_a_refusal_goes_over_the_line_and_with_the_call(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
     engine.full = True
     desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
-    refusal = await ended(await call(desk))
-    assert refusal.kind is RefusalKind.OVERLOADED  # type: ignore[attr-defined]
+    assert line.refused[3].kind is RefusalKind.OVERLOADED
+    assert await ended(await call(desk)) == line.refused[3]
     assert line.frames == []
+
+
+async def test_a_refused_request_is_forgotten_when_its_ingress_has_heard(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
+    engine.full = True
+    desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
+    desk.withdrawn(Connection(), "r")  # type: ignore[arg-type]
+    assert not desk.is_idle  # another ingress' word does not count
+    desk.withdrawn(line, "r")  # type: ignore[arg-type]
+    assert desk.is_idle
 
 
 async def test_a_call_that_is_cancelled_aborts_its_request(desk: Admissions, engine: Engine, line: Connection) -> None:

@@ -19,7 +19,7 @@ from engine.metrics import EngineMetrics
 class Replicas:
     """A deployment handle whose replicas answer, fail or hang, whatever is asked."""
 
-    deployment_name = "Engine"
+    deployment_name, app_name = "Engine", "app"
 
     def __init__(self, *answers: object, listed_after_s: float = 0.0) -> None:
         self._answers = answers

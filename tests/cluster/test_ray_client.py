@@ -215,9 +215,12 @@ class Direct(Engine):
         super().__init__()
         self.requests: list[EngineRequest] = []
         self.answers: list[RequestOutput] = []
+        self.refusal: Refusal | None = None
 
     def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None:
         self.requests.append(request)
+        if self.refusal is not None:
+            connection.refuse(stream, self.refusal)
         if self.answers:
             connection.post([(stream, output) for output in (RequestOutput(request_id="r"), *self.answers)])
 
@@ -285,20 +288,15 @@ async def test_a_refusal_of_a_request_that_went_ahead_comes_with_its_call(line: 
         await line.outputs()
 
 
-@pytest.mark.parametrize("is_heard", [True, False])
-async def test_a_call_that_is_stuck_is_overload_while_its_engine_is_heard_and_a_loss_when_it_is_not(
-    line: Line, monkeypatch: pytest.MonkeyPatch, is_heard: bool
-) -> None:
-    monkeypatch.setattr("cluster.continuation.ATTEMPT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("cluster.continuation.ADMISSION_TIMEOUT_S", 0.1)
-    if not is_heard:
-        monkeypatch.setattr("cluster.mailbox.Line.is_alive", False)
-    with pytest.raises(EngineOverloadedError if is_heard else EngineUnavailableError):
+async def test_a_refusal_over_the_line_is_heard_while_the_call_still_waits_and_ends_it(line: Line) -> None:
+    line.engine.refusal = Refusal(kind=RefusalKind.OVERLOADED, message="full", retry_after_s=7)
+    with pytest.raises(EngineOverloadedError, match="full") as caught:
         await line.outputs()
+    assert caught.value.retry_after_s == 7
     async with asyncio.timeout(5):
-        while "r" not in line.engine.withdrawn_ids:
+        await line.handle.cancelled.wait()
+        while line.engine.withdrawn_ids != ["r"]:
             await asyncio.sleep(0.01)
-    assert line.handle.cancelled.is_set() == is_heard
 
 
 async def test_serves_refusal_withdraws_the_request_that_went_ahead(line: Line) -> None:
