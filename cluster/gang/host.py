@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.gang import codec, wire
-from cluster.gang.kv import KVSlice, ReadOut
+from cluster.gang.kv import NOT_KEPT, KVSlice, ReadOut
 from cluster.gang.shelf import Shelf
 from cluster.gang.wire import Kind, Message
 from cluster.sockets import LineAddress, prepare
@@ -154,7 +154,7 @@ class Host:
         try:
             reads = [self.reads.get(each.key, 0.0).result() for each in slices]
         except TimeoutError:
-            raise KVLostError("the prefill replica does not keep this KV any more") from None
+            raise KVLostError(NOT_KEPT) from None
         runs = [Run(shares=read, first=each.first, end=each.end) for read, each in zip(reads, slices, strict=True)]
         return joined(runs, heads)
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from engine.kv_blocks import KVBlocks, KVFormat, KVLostError, KVPayload, PendingBlocks, checksum
 
+NOT_KEPT = "the prefill replica does not keep this KV any more"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSlice:

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from cluster.gang.kv import GivenKV, KVHost, KVSlice
+from cluster.gang.kv import NOT_KEPT, GivenKV, KVHost, KVSlice
 from cluster.kv_objects import fetched
 from engine.kv_blocks import KVBlocks, KVLostError, KVPayload, RemotePayload, checksum
 
@@ -31,7 +31,7 @@ class GivenPayload(RemotePayload):
     def fetch(self, timeout_s: float) -> Sequence[KVBlocks]:
         given = fetched(self._source, timeout_s)
         if not isinstance(given, GivenKV):
-            raise KVLostError("the prefill replica does not keep this KV any more")
+            raise KVLostError(NOT_KEPT)
         if given.checksum is not None and given.checksum != checksum(given.shares):
             raise KVLostError("KV of a prefill host was damaged on its way: wrong checksum")
         return given.shares
