@@ -69,7 +69,7 @@ async def test_a_search_that_is_given_up_ends_and_the_next_one_calls_again() -> 
 class SleepingDeployment:
     """A deployment without replicas: calls and searches wait."""
 
-    deployment_name = "Engine"
+    deployment_name, app_name = "Engine", "app"
 
     def __init__(self) -> None:
         self.calls = 0
