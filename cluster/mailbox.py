@@ -80,7 +80,7 @@ class Mailbox:
         self._inboxes: dict[int, Inbox] = {}
         self._next_stream = 0
         self._server: asyncio.Server | None = None
-        self._lines: set[Line] = set()
+        self._lines: frozenset[Line] = frozenset()  # replaced, never changed: Serve's router reads it on its thread
         self.address: LineAddress | None = None
 
     async def start(self, host: str) -> LineAddress:
@@ -110,10 +110,10 @@ class Mailbox:
         return {line.replica for line in self._lines if line.replica}
 
     def connected(self, line: Line) -> None:
-        self._lines.add(line)
+        self._lines |= {line}
 
     def disconnected(self, line: Line) -> None:
-        self._lines.discard(line)
+        self._lines -= {line}
         if self._news is not None and line.replica and line.replica not in self.replicas:
             self._news.lost(line.replica)
 
@@ -134,7 +134,7 @@ class Mailbox:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for line in list(self._lines):
+        for line in self._lines:
             line.close()
 
 

@@ -33,9 +33,10 @@ class Suspects(Collection[str]):
             self._since = {name: since for name, since in self._since.items() if name != replica}
 
     def __contains__(self, replica: object) -> bool:
-        if not isinstance(replica, str) or replica not in self._since:
+        since = self._since.get(replica) if isinstance(replica, str) else None
+        if not isinstance(replica, str) or since is None:
             return False
-        return time.monotonic() - self._since[replica] < SUSPICION_S or not self._has_line(replica)
+        return time.monotonic() - since < SUSPICION_S or not self._has_line(replica)
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name in self._since if name in self])

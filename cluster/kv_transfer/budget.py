@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 
@@ -32,10 +33,11 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given room at the same moment
+            if not turn.cancelled():  # it was given room at the same moment
                 self.give_back(share)
             else:
-                self._waiting.remove((share, turn))
+                with contextlib.suppress(ValueError):  # it was passed over at the same moment
+                    self._waiting.remove((share, turn))
                 self._admit()
             raise
         return share
@@ -47,5 +49,6 @@ class ByteBudget:
     def _admit(self) -> None:
         while self._waiting and self._taken + self._waiting[0][0] <= self._limit:
             share, turn = self._waiting.popleft()
-            self._taken += share
-            turn.set_result(None)
+            if not turn.cancelled():  # its task runs only after this
+                self._taken += share
+                turn.set_result(None)

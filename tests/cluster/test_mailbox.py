@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from cluster import frames
-from cluster.mailbox import Inbox, Mailbox
+from cluster.mailbox import Inbox, Line, Mailbox
 from cluster.outbox import Connection, Outbox
 from cluster.request_codec import pack_request, unpack_request
 from cluster.sockets import LineAddress
@@ -372,3 +372,24 @@ async def test_an_engine_that_falls_silent_is_given_up(monkeypatch: pytest.Monke
             assert await reader.read() == b""
     assert here.is_lost
     writer.close()
+
+
+def test_lines_come_and_go_while_another_thread_looks_for_one() -> None:
+    mailbox, here = Mailbox(), LineAddress.new("127.0.0.1", 1)
+
+    class Fleeting(Line):
+        """While it is looked at, another comes, and it goes."""
+
+        @property
+        def replica(self) -> str:
+            mailbox.connected(Line(here, mailbox))
+            mailbox.disconnected(self)
+            return ""
+
+        @replica.setter
+        def replica(self, name: str) -> None: ...
+
+    for _ in range(3):
+        mailbox.connected(Fleeting(here, mailbox))
+    assert mailbox.line("a") is None
+    assert mailbox.replicas == set()

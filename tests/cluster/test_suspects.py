@@ -41,3 +41,16 @@ def test_those_that_never_come_back_are_forgotten(clock: list[float]) -> None:
         made.add(str(number))
         clock[0] += suspects.MEMORY_S / 10
     assert len(made) == 10
+
+
+def test_one_that_is_cleared_while_another_thread_asks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Suspects({"a"}.__contains__)
+    made.add("a")
+
+    def now() -> float:
+        made.clear("a")  # at the worst moment of the question
+        return 0.0
+
+    monkeypatch.setattr(suspects.time, "monotonic", now)
+    assert "a" in made
+    assert "a" not in made

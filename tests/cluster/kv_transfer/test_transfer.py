@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cluster.gang.kv import GivenKV
-from cluster.kv_transfer.budget import ByteBudget
 from cluster.kv_transfer.messages import MAIN, KVChunk, KVPiece, NoChunk
 from cluster.kv_transfer.metrics import TransferMetrics
 from cluster.kv_transfer.object_store import ObjectStoreTransport
@@ -219,18 +218,3 @@ async def test_prompts_wait_until_there_is_room_for_their_bytes_in_the_order_of_
     subject.close("b")
     subject.close("c")
     await asyncio.wait_for(d, 5)
-
-
-async def test_a_place_in_line_that_is_given_up_costs_nobody_anything() -> None:
-    budget = ByteBudget(10)
-    held = await budget.take(8)
-    waiting = [asyncio.create_task(budget.take(size)) for size in (5, 4, 2)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    await asyncio.sleep(0)
-    assert not waiting[1].done()
-    budget.give_back(held)
-    waiting[1].cancel()  # at the moment in which it gets its room
-    assert await waiting[2] == 2
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert budget.taken == 2
