@@ -60,48 +60,50 @@ def sliceserve_serve(*flags: str, **environment: str) -> Iterator[tuple[subproce
 
 
 def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path) -> None:
-    port = free_port()
+    port, dashboard_port = free_port(), free_port()
     # Another Ray's address, token and namespace must not lead it astray.
     foreign = {"RAY_ADDRESS": "127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none"), "RAY_NAMESPACE": "other"}
     flags = ("--backend=mock", f"--port={port}", "--mock_step_ms=20")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with sliceserve_serve(*flags, **foreign) as (process, said), contextlib.ExitStack() as streams:
-            assert said[-1] == f"ready at http://127.0.0.1:{port} (Ctrl-C stops it)", said
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
-            assert answer.status_code == 200
-            children = psutil.Process(process.pid).children(recursive=True)
-            assert len(children) > 3
-            if number == signal.SIGTERM:  # with a request that ends long after the server has lost its patience
-                body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-                stream = streams.enter_context(httpx.stream("POST", answer.request.url, json=body))
-                assert next(stream.iter_lines()).startswith("data:")
-            process.send_signal(number)
-            assert process.wait(STOP_TIMEOUT_S) == 0
-            _, alive = psutil.wait_procs(children, timeout=3)
-            assert not alive
-            assert process.stderr is not None
-            assert process.stderr.read().strip() == "stopping …"
-
-
-@pytest.mark.skipif(not haproxy_is_there(), reason="Ray's HAProxy binary is not installed")
-def test_behind_haproxy_with_rays_dashboard_it_answers_lets_its_user_in_and_leaves_nothing() -> None:
-    port, dashboard_port = free_port(), free_port()
-    flags = ("--backend=mock", "--haproxy", f"--port={port}", f"--dashboard_port={dashboard_port}")
-    with sliceserve_serve(*flags) as (process, said):
-        assert said[-1].startswith("ready at"), said
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert any(child.name() == "haproxy" for child in children)
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        body = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
-        plain = retried(lambda: httpx.post(url, json=body, timeout=30))
-        assert plain.json()["usage"]["completion_tokens"] == 3
-        streamed = retried(lambda: httpx.post(url, json={**body, "stream": True}, timeout=30))
-        assert streamed.text.rstrip().endswith("data: [DONE]")
+    with sliceserve_serve(*flags, f"--dashboard_port={dashboard_port}", *behind_haproxy(), **foreign) as (first, said):
+        children = check_answers(first, said, port)
+        assert any(child.name() == "haproxy" for child in children) is haproxy_is_there()
         check_login(next(line for line in said if "dashboard" in line), dashboard_port)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_TIMEOUT_S) == 0
-        _, alive = psutil.wait_procs(children, timeout=3)
-        assert not alive
+        check_stops(first, children, signal.SIGINT)
+    with sliceserve_serve(*flags, **foreign) as (second, said):
+        children = check_answers(second, said, port)
+        # With a request that ends long after the server has lost its patience.
+        body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as stream:
+            assert next(stream.iter_lines()).startswith("data:")
+            check_stops(second, children, signal.SIGTERM)
+
+
+def behind_haproxy() -> list[str]:
+    return ["--haproxy"] if haproxy_is_there() else []
+
+
+def check_answers(process: subprocess.Popen[str], said: list[str], port: int) -> list[psutil.Process]:
+    """Returns the processes that the server has started."""
+    assert said[-1] == f"ready at http://127.0.0.1:{port} (Ctrl-C stops it)", said
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+    plain = retried(lambda: httpx.post(url, json=body, timeout=30))
+    assert plain.json()["usage"]["completion_tokens"] == 3
+    streamed = retried(lambda: httpx.post(url, json={**body, "stream": True}, timeout=30))
+    assert streamed.text.rstrip().endswith("data: [DONE]")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 3
+    return children
+
+
+def check_stops(process: subprocess.Popen[str], children: list[psutil.Process], number: signal.Signals) -> None:
+    """It ends at the signal, in good order, and leaves no process behind."""
+    process.send_signal(number)
+    assert process.wait(STOP_TIMEOUT_S) == 0
+    _, alive = psutil.wait_procs(children, timeout=3)
+    assert not alive
+    assert process.stderr is not None
+    assert process.stderr.read().strip() == "stopping …"
 
 
 def retried(post: Callable[[], httpx.Response]) -> httpx.Response:

@@ -79,8 +79,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks of 32 tokens": {"block_size": 32, "num_blocks": 64},
     "plain XLA": {"attention": "xla", "decode_blocks_padding": 32},
 }
-MATRIX = {"chunks of 16 tokens", "no prefix cache", "blocks run out, no prefix cache", "blocks of 32 tokens"}
-CASES = [pytest.param(way, marks=[pytest.mark.matrix] if way in MATRIX else []) for way in WAYS]
+ALWAYS = {"everything on", "chunks of 48 tokens", "whole prompts", "blocks run out"}
+CASES = [pytest.param(way, marks=[] if way in ALWAYS else [pytest.mark.matrix]) for way in WAYS]
 
 
 @pytest.mark.parametrize("way", CASES)

@@ -52,7 +52,7 @@ def ragged_steps(draw: st.DrawFn) -> Ragged:
 HEADS = st.sampled_from([(4, 4), (6, 2), (4, 1), (9, 3)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     step=ragged_steps(),
     heads=HEADS,
@@ -85,7 +85,7 @@ def test_native_attention_over_random_ragged_batches(
     check_attention(attention, step, rotate, seed)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     step=ragged_steps(),
     window=st.sampled_from([None, 20]),

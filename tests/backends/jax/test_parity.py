@@ -112,8 +112,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("variant", VARIANTS)
+SEEN_BY_ATTENTION = ("one kv head, tied", "sliding window", "heads wider than hidden / heads")
+CASES = [
+    pytest.param(variant, attention, marks=[] if is_short else pytest.mark.matrix, id=f"{variant}-{attention}")
+    for variant in VARIANTS
+    for attention, is_short in (("native", True), ("xla", variant in SEEN_BY_ATTENTION))
+]
+
+
+@pytest.mark.parametrize(("variant", "attention"), CASES)
 def test_random_llamas_equal_transformers(tmp_path: Path, variant: str, attention: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
