@@ -16,8 +16,6 @@ import pytest
 
 from tests.conftest import free_port
 
-pytestmark = pytest.mark.matrix
-
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM_TIMEOUT_S = 240.0
 
@@ -58,6 +56,7 @@ def test_streams_of_a_node_that_is_lost_go_on_elsewhere() -> None:
     assert result["longest_gap_s"] < 15
 
 
+@pytest.mark.matrix
 def test_serving_goes_on_while_the_control_store_is_away_and_is_repaired_afterwards(redis: str) -> None:
     result = run("gcs", RAY_REDIS_ADDRESS=redis)
     assert result["problems"] == []

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import ray
+from ray import serve
+from ray._private import worker
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from tests.cluster.apps import completion, eventually, metric, replica_processes
@@ -32,6 +36,26 @@ def stored_bytes() -> int:
     """Bytes in the object store."""
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
     return int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
+
+
+def held_bytes() -> int:
+    """Bytes in the object store that something holds, in the next of its reports, of which it writes one a minute. What
+    nothing holds is evicted when others need the space: the result of a call whose caller dies meanwhile stays until
+    then (Ray 2.60)."""
+    node = worker._global_node
+    assert node is not None
+    log = Path(node.get_logs_dir_path()) / "raylet.out"
+    since = log.stat().st_size
+    reports: list[str] = []
+
+    def has_come() -> bool:
+        with log.open(errors="replace") as lines:
+            lines.seek(since)
+            reports[:] = re.findall(r"^- bytes in use: (\d+)$", lines.read(), re.MULTILINE)
+        return bool(reports)
+
+    eventually(has_come, 75)
+    return int(reports[-1])
 
 
 def prompt(rng: random.Random, *, shortest: int = 20, longest: int = 1000) -> list[int]:
@@ -79,11 +103,14 @@ class Killer:
         *,
         every_s: tuple[float, float],
         most: float = math.inf,
+        among: int = 0,
     ) -> None:
+        """Kills at most so many times, and only while so many are running."""
         self._names = (application, deployment)
         self._rng = rng
         self._every_s = every_s
         self._most = most
+        self._among = among
         self.kills = 0
         self._stopped = False
         self._pool = ThreadPoolExecutor(1)
@@ -99,10 +126,17 @@ class Killer:
     def _run(self) -> None:
         while not self._stopped and self.kills < self._most:
             time.sleep(self._rng.uniform(*self._every_s))
+            if self._among and self._num_running() < self._among:
+                continue
             for process in replica_processes(*self._names)[:1]:
                 with contextlib.suppress(Exception):
                     process.kill()
                     self.kills += 1
+
+    def _num_running(self) -> int:
+        application, deployment = self._names
+        states = serve.status().applications[application].deployments[deployment].replica_states
+        return int(states.get("RUNNING", 0))
 
 
 def assert_nothing_left(url: str, before: int, stored: Callable[[], int] = stored_bytes) -> None:
