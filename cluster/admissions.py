@@ -10,7 +10,7 @@ ended after a while, as Serve does not know of it. All of this runs on Serve's e
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -58,6 +58,7 @@ class Admissions:
         self._loop: asyncio.AbstractEventLoop | None = None  # known from the first request on
         self._running: dict[str, Admission] = {}
         self._meetings: dict[str, _Meeting] = {}
+        self._num_calls: Counter[Admission] = Counter()  # that hold one
         self._lines: set[Connection] = set()
         self._publisher = Publisher()
         # What the engine has yielded and told, step by step, and is not posted yet:
@@ -71,7 +72,7 @@ class Admissions:
     @property
     def is_idle(self) -> bool:
         """Whether no request is here, nor half of one."""
-        return not self._running and not self._meetings
+        return not self._running and not self._meetings and not self._num_calls
 
     # -- requests and calls
 
@@ -122,13 +123,24 @@ class Admissions:
                 meeting.deadline.cancel()
             self._meetings.pop(request_id, None)
 
+    def brought(self, request: EngineRequest, stream: int, connection: Connection) -> Admission:
+        """A call came with its request."""
+        running = self._running.get(request.request_id)  # Serve sent the call twice
+        return self.start(request, stream, connection) if running is None else running
+
     async def hold(self, admission: Admission) -> Refusal | None:
-        """Returns when the request has ended. Cancelling this ends it."""
+        """Returns when the request has ended. Cancelling this ends it, unless another call holds it, too."""
+        self._num_calls[admission] += 1
         try:
-            return await asyncio.shield(admission.ended)  # Serve may send a call twice, and cancel one
+            return await asyncio.shield(admission.ended)
         except asyncio.CancelledError:
-            self._abort(admission)
+            if self._num_calls[admission] == 1:
+                self._abort(admission)
             raise
+        finally:
+            self._num_calls[admission] -= 1
+            if not self._num_calls[admission]:
+                del self._num_calls[admission]
 
     def withdrawn(self, connection: Connection, request_id: str) -> None:
         """An ingress waits for this request no longer."""

@@ -86,7 +86,7 @@ class EngineServer(EngineReplica):
                 connection = await self._outbox.connect(ticket.address)
             except (OSError, TimeoutError) as error:
                 return _unreachable(ticket.address, error)
-            admission = self._admissions.start(request, ticket.stream, connection)
+            admission = self._admissions.brought(request, ticket.stream, connection)
         return await self._admissions.hold(admission)
 
 

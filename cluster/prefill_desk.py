@@ -34,14 +34,19 @@ class PrefillDesk:
     # -- calls
 
     async def prefill(self, ticket: TransferTicket, order: PrefillOrder) -> PrefillAnswer | Refusal:
-        """Computes a prompt and samples the token after it. Cancelling this gives it up."""
+        """Computes a prompt and samples the token after it. Cancelling this gives it up.
+
+        Serve may send a call twice, not knowing of the first one: the prompt is computed once.
+        """
         arrived_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
         try:
-            transfer = await self._table.open(ticket.transfer, order.num_bytes)
-            submitted_at = time.monotonic()
-            refusal = GIVEN_UP if transfer.failure else submit(self._engine, order.request)
-            output = None
+            transfer, refusal, output = self._table.get(ticket.transfer), None, None
+            submitted_at = arrived_at
+            if transfer is None:
+                transfer = await self._table.open(ticket.transfer, order.num_bytes)
+                submitted_at = time.monotonic()
+                refusal = GIVEN_UP if transfer.failure else submit(self._engine, order.request)
             if refusal is None:
                 async with self._table.call(ticket.transfer):
                     output = await transfer.computed()

@@ -42,7 +42,7 @@ class TransferTable:
         self._loop: asyncio.AbstractEventLoop | None = None  # known from the first transfer on
         self._transfers: dict[str, Transfer] = {}
         self._shares: dict[str, int] = {}  # of the budget
-        self._arrivals: dict[str, asyncio.Event] = {}
+        self._expected: dict[str, set[asyncio.Future[None]]] = {}  # calls that wait for their transfer to be opened
         self._exports: deque[KVExport] = deque()
 
     def exported(self, export: KVExport) -> None:
@@ -66,14 +66,17 @@ class TransferTable:
                 transfer.add(export)
         self._count_bytes()
 
+    def get(self, transfer_id: str) -> Transfer | None:
+        return self._transfers.get(transfer_id)
+
     async def open(self, transfer_id: str, num_bytes: int) -> Transfer:
         """A new transfer, once there is room for its bytes. `close` ends it, or its lease."""
         self._loop = asyncio.get_running_loop()
         transfer = Transfer(self._transport, self._readers, max_bytes=self._max_bytes)
         self._transfers[transfer_id] = transfer
-        arrival = self._arrivals.pop(transfer_id, None)
-        if arrival is not None:
-            arrival.set()
+        for waiting in self._expected.pop(transfer_id, ()):
+            if not waiting.done():
+                waiting.set_result(None)
         self.metrics.started += 1
         try:
             share = await self._budget.take(num_bytes)
@@ -136,12 +139,18 @@ class TransferTable:
     async def _find(self, transfer_id: str) -> Transfer | None:
         """Calls of a transfer may overtake the one that opens it."""
         if transfer_id not in self._transfers:
-            arrival = self._arrivals.setdefault(transfer_id, asyncio.Event())
+            opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            expected = self._expected.setdefault(transfer_id, set())
+            expected.add(opened)
             try:
                 async with asyncio.timeout(self._lease_s):
-                    await arrival.wait()
+                    await opened
             except TimeoutError:
-                self._arrivals.pop(transfer_id, None)
+                return None
+            finally:
+                expected.discard(opened)
+                if not expected:
+                    self._expected.pop(transfer_id, None)
         return self._transfers.get(transfer_id)
 
     def _check_lease(self, transfer_id: str, idle_since: float) -> None:

@@ -3,7 +3,7 @@
 Exports are read out on worker threads as the engine makes them. A call for a chunk gets all that has gathered by then,
 within what suits the transport: little at a time while computing is slower than fetching, much where it is faster, as
 every chunk has its cost. A chunk is kept until the decode replica says that it has it, so that it can be asked for
-again if it gets lost.
+again if it gets lost. While much is kept, nothing further is read out before what has been is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Transfer:
     """Use it from one event loop."""
 
     def __init__(self, transport: KVTransport, readers: Executor, *, max_bytes: int) -> None:
-        """`max_bytes` may be held at a time. A transfer whose chunks are not fetched fails when they are more."""
+        """Reading pauses when more than `max_bytes` are held; an export is read whole, however large it is."""
         self.output: RequestOutput | None = None  # the engine's last, with the token after the prompt
         self.num_calls = 0  # that are open
         self.idle_since = 0.0  # the loop's time at which the last one ended
@@ -80,6 +80,8 @@ class Transfer:
             while self._exports and self.failure is None:
                 export = self._exports.popleft()
                 self._gather(await loop.run_in_executor(self._readers, _read_out, self._transport, export))
+                while self._is_full:
+                    await self._news.wait()
         except Exception as error:
             self.fail(f"KV could not be read: {first_line(error)}")
         finally:
@@ -87,11 +89,16 @@ class Transfer:
             self._tell()
 
     def _gather(self, pieces: list[KVPiece]) -> None:
+        if self.failure is not None:  # while they were read
+            return
         self._gathered.extend(pieces)
         self.num_bytes += sum(piece.num_bytes for piece in pieces)
-        if self.num_bytes > self._max_bytes:
-            self.fail(f"{self.num_bytes} bytes of KV were not fetched in time (kv_transfer_max_mib)")
         self._tell()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether reading waits for calls, which can always go on: they get what has gathered."""
+        return bool(self._gathered) and self.num_bytes > self._max_bytes
 
     # -- the decode replica's side
 
@@ -139,7 +146,8 @@ class Transfer:
                 break
             count += 1
             num_bytes += piece.object_bytes
-        is_enough = num_bytes >= self._transport.min_bytes or count < len(self._gathered) or self._is_read
+        is_all = self._is_read or self._is_full
+        is_enough = num_bytes >= self._transport.min_bytes or count < len(self._gathered) or is_all
         return [self._gathered.popleft() for _ in range(count)] if is_enough else []
 
     def fail(self, reason: str) -> None:

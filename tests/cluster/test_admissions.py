@@ -216,13 +216,40 @@ async def test_a_call_that_serve_sends_twice_waits_for_the_same_request(desk: Ad
     assert [await ended(first), await ended(second)] == [None, None]
 
 
-async def test_a_call_that_is_cancelled_does_not_break_its_twin(desk: Admissions, line: Connection) -> None:
+async def test_a_call_that_is_cancelled_does_not_break_its_twin(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
     desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
     first, second = await call(desk), await call(desk)
     first.cancel()
     await asyncio.wait([first])
-    desk.emit([output(5, reason=FinishReason.ABORT)])
+    assert engine.aborted == []
+    desk.emit([output(5, reason=FinishReason.LENGTH)])
     assert await ended(second) is None
+    assert line.tokens == [5]
+
+
+async def test_when_both_calls_are_cancelled_the_request_is_aborted(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
+    desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
+    calls = [await call(desk), await call(desk)]
+    for one in calls:
+        one.cancel()
+    await asyncio.wait(calls)
+    assert engine.aborted == ["r"]
+
+
+async def test_a_call_that_brings_its_request_twice_starts_it_once(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
+    calls = [asyncio.create_task(desk.hold(desk.brought(REQUEST, 3, line))) for _ in range(2)]  # type: ignore[arg-type]
+    await settle()
+    assert engine.submitted == ["r"]
+    assert line.refused == {}
+    desk.emit([output(5, reason=FinishReason.LENGTH)])
+    assert [await ended(one) for one in calls] == [None, None]
+    assert line.tokens == [5]
 
 
 async def test_steps_that_the_event_loop_did_not_get_to_leave_as_one(desk: Admissions, line: Connection) -> None:

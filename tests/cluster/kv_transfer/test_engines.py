@@ -151,3 +151,19 @@ def test_decode_without_room_for_more_kv_waits_and_loses_nothing() -> None:
     with pair(num_blocks=16, max_model_len=400) as subject:
         expected = dict(submit(subject, rng, number) for number in range(20))
         assert subject.collect(set(expected)) == expected
+
+
+@pytest.mark.parametrize("step_tokens", [512, 48])
+def test_a_prompt_with_more_kv_than_may_be_under_way_comes_from_prefill_all_the_same(step_tokens: int) -> None:
+    limits = {"mock_kv_bytes_per_token": 8192, "kv_transfer_max_mib": 1, "prefill_max_num_batched_tokens": step_tokens}
+    with pair(**limits) as subject:
+        expected = {}
+        for name, first in (("a", 3), ("b", 500)):
+            prompt = tuple(range(first, first + 400))
+            expected[name] = mock_tokens(prompt, 5)
+            sampling = SamplingParams(max_tokens=5, temperature=0)
+            subject.decode.submit(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+        assert subject.collect(set(expected)) == expected
+        assert subject.connector.metrics().values["kv_transfers"] == 2
+        assert not any(subject.connector.metrics().labelled["kv_transfer_failures"].values())
+        eventually(lambda: subject.table.num_open == 0, 5)

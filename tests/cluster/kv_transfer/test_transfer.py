@@ -127,15 +127,48 @@ async def test_a_described_chunk_has_no_data_and_is_given_by_heads_until_it_is_a
     await asyncio.wait([early], timeout=5)
 
 
-async def test_a_transfer_that_is_not_fetched_fails_before_it_holds_too_much() -> None:
-    subject = transfer(held_tokens=15)
-    subject.add(export(0, 10))
-    assert isinstance(await subject.chunk(0, 0), KVChunk)
-    subject.add(export(10, 20))
-    answer = await subject.chunk(1, 0)
-    assert isinstance(answer, NoChunk)
-    assert "kv_transfer_max_mib" in (answer.failure or "")
+async def test_no_more_is_read_than_may_be_held_before_it_is_fetched() -> None:
+    subject = transfer(min_tokens=50, held_tokens=15)
+    for start in range(0, 60, 10):
+        subject.add(export(start, start + 10))
+    await asyncio.sleep(0.1)
+    assert subject.num_bytes == 20 * TOKEN
+    chunk = await asyncio.wait_for(subject.chunk(0, 0), 5)  # though it is less than what is worth a chunk
+    assert isinstance(chunk, KVChunk)
+    assert [(piece.start, piece.end) for piece in chunk.pieces] == [(0, 10), (10, 20)]
+    subject.take(last_output())
+    later = [[(20, 30), (30, 40)], [(40, 50), (50, 60)]]
+    assert await asyncio.wait_for(spans(subject), 5) == [[(0, 10), (10, 20)], *later]
     assert subject.num_bytes == 0
+
+
+@pytest.mark.parametrize("acknowledges", [True, False])
+async def test_an_export_that_is_larger_than_all_that_may_be_held_goes_through(acknowledges: bool) -> None:
+    subject = transfer(max_tokens=4, held_tokens=15)
+    calls = [asyncio.create_task(subject.chunk(index, 0)) for index in range(5)]
+    await asyncio.sleep(0)
+    subject.add(export(0, 20))
+    chunks = await asyncio.wait_for(asyncio.gather(*calls), 5)
+    assert all(isinstance(chunk, KVChunk) for chunk in chunks)
+    subject.add(export(20, 40))
+    subject.add(export(40, 60))
+    subject.take(last_output())
+    for index in range(5, 15):
+        chunk = await asyncio.wait_for(subject.chunk(index, index if acknowledges else 0), 5)
+        assert isinstance(chunk, KVChunk)
+    assert await subject.chunk(15, 15) == NoChunk()
+
+
+async def test_a_transfer_that_ends_while_its_reading_waits_leaves_nothing() -> None:
+    subject = table(max_tokens=5)
+    opened = await subject.open("t", 5 * TOKEN)
+    for start in range(0, 40, 10):
+        subject.exported(export(start, start + 10))
+    await asyncio.sleep(0.1)
+    subject.close("t")
+    await asyncio.sleep(0.05)
+    assert opened._reading is None
+    assert opened.num_bytes == subject.metrics.bytes_in_flight == 0
 
 
 async def test_kv_that_can_not_be_read_fails_the_transfer() -> None:
@@ -201,6 +234,22 @@ async def test_calls_may_come_before_the_one_that_opens_their_transfer() -> None
     unknown = await table(lease_s=0.05).chunk("nothing", 0, 0)
     assert isinstance(unknown, NoChunk)
     assert unknown.failure
+
+
+async def test_calls_that_are_given_up_before_their_transfer_is_opened_take_nobody_along() -> None:
+    subject = table()
+    leaves, stays = (asyncio.create_task(subject.chunk("t", 0, 0)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    await asyncio.wait([leaves])
+    await subject.open("t", 0)
+    subject.exported(export(0, 10))
+    assert isinstance(await asyncio.wait_for(stays, 5), KVChunk)
+    alone = asyncio.create_task(subject.chunk("u", 0, 0))
+    await asyncio.sleep(0)
+    alone.cancel()
+    await asyncio.wait([alone])
+    assert not subject._expected
 
 
 async def test_prompts_wait_until_there_is_room_for_their_bytes_in_the_order_of_arrival() -> None:
