@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.broadcast import broadcast
+from cluster.broadcast import Answers, broadcast
 from cluster.client import Health
 from cluster.exchange import NO_ENGINE
 from cluster.metrics_text import render
@@ -48,18 +48,24 @@ class ApplicationState:
 
     async def health(self) -> Health:
         """Healthy while any replica is: the others' requests go there."""
-        engines, prefills = await asyncio.gather(_health(self._engine), _health(self._prefill))
-        if engines is None:
-            return await self._health_without_engines()
-        if not engines.healthy or self._prefill is None or (prefills is not None and prefills.healthy):
-            return engines
+        asked = [self._engine, *([] if self._prefill is None else [self._prefill])]
+        engines, *others = await asyncio.gather(*(_ask_health(one) for one in asked))
+        health = _best(engines)
+        if health is None:
+            return await self._health_without(engines.num_asked)
+        prefills = [_best(answers) for answers in others]
+        if not health.healthy or all(one is not None and one.healthy for one in prefills):
+            return health
         return Health(healthy=True, degraded=True, reason=NO_PREFILL)
 
-    async def _health_without_engines(self) -> Health:
+    async def _health_without(self, num_silent: int) -> Health:
+        """When no engine answers, of so many that Serve knows of."""
         failure = await self._last_failure()
         if failure is not None:
             return Health(healthy=False, reason=CAN_NOT_START + failure)
-        return Health(healthy=self._sleeps, degraded=self._sleeps, reason=ASLEEP if self._sleeps else NO_ENGINE)
+        if self._sleeps and not num_silent:
+            return Health(healthy=True, degraded=True, reason=ASLEEP)
+        return Health(healthy=False, reason=NO_ENGINE)
 
     async def _last_failure(self) -> str | None:
         """Why no engine starts, if that is known. One question at a time: Ray's control store may be away."""
@@ -75,13 +81,16 @@ class ApplicationState:
     async def metrics_text(self) -> bytes:
         """The metrics of all replicas that answer, in Prometheus text format."""
         deployments = [self._engine, self._ingress, *([] if self._prefill is None else [self._prefill])]
-        engines, ingresses, *prefills = await asyncio.gather(*(broadcast(one, "report") for one in deployments))
+        answers = await asyncio.gather(*(broadcast(one, "report") for one in deployments))
+        engines, ingresses, *prefills = [each.given for each in answers]
         return render([*engines, *itertools.chain(*prefills)], ingresses)
 
 
-async def _health(deployment: DeploymentHandle[Any] | None) -> Health | None:
+async def _ask_health(deployment: DeploymentHandle[Any]) -> Answers:
+    return await broadcast(deployment, "health", enough=lambda answer: answer.healthy)
+
+
+def _best(answers: Answers) -> Health | None:
     """That of a deployment's best replica; None if none answers."""
-    if deployment is None:
-        return None
-    answers: list[Health] = await broadcast(deployment, "health", enough=lambda answer: answer.healthy)
-    return next((answer for answer in answers if answer.healthy), answers[0] if answers else None)
+    given: list[Health] = answers.given
+    return next((answer for answer in given if answer.healthy), given[0] if given else None)

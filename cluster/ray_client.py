@@ -59,7 +59,7 @@ class RayEngineClient:
             wake_timeout_s: where all engines may have been stopped, how long a request waits for one to start.
         """
         self._wake_timeout_s = wake_timeout_s
-        self._waker = None if wake_timeout_s is None else Waker(lambda: self._ask("info"))
+        self._waker = None if wake_timeout_s is None else Waker(self._wake)
         self._state = ApplicationState(engine, ingress, prefill, sleeps=wake_timeout_s is not None)
         self._engine = engine
         self._admit = ray_compat.by_reference(engine, "admit")
@@ -199,6 +199,10 @@ class RayEngineClient:
         except ray_compat.UNAVAILABLE_ERRORS as error:
             logger.warning("request %s: the engine did not finish it: %s", ticket.request_id, first_line(error))
             return ENGINE_GONE
+
+    async def _wake(self) -> None:
+        ray_compat.begin_call_of_its_own()  # else Serve cancels it with the request that happened to make it
+        await self._ask("info")
 
     async def _ask(self, method: str) -> Any:
         """Calls a method of any replica that is up."""

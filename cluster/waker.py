@@ -15,24 +15,27 @@ T = TypeVar("T")
 
 LONG_SEARCH_S = 0.1
 """With a replica there, a search takes a millisecond or two."""
+NEXT_CALL_S = 1.0
+"""A call that failed is made again after so long at most."""
 
 
 class Waker:
     """One per client; many searches make one call."""
 
     def __init__(self, call: Callable[[], Awaitable[object]]) -> None:
-        """`call` waits until a replica has answered it, or fails."""
+        """`call` waits until a replica has answered it, or fails. It must not end with the request that made it."""
         self._call = call
         self._calling: asyncio.Future[object] | None = None
 
     async def patiently(self, search: Awaitable[T]) -> T:
-        """Waits for a search, and makes the call if it is a long one."""
+        """Waits for a search, and sees to it that the call is open if it is a long one."""
         searching = asyncio.ensure_future(search)
         try:
             done, _ = await asyncio.wait({searching}, timeout=LONG_SEARCH_S)
-            if not done:
+            while not done:
                 self._wake()
-            return await searching
+                done, _ = await asyncio.wait({searching}, timeout=NEXT_CALL_S)
+            return searching.result()
         finally:
             searching.cancel()
 

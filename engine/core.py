@@ -213,15 +213,15 @@ class EngineCore:
             scheduler = self._loaded.scheduler
             metrics.num_requests_running = running = scheduler.num_running
             metrics.num_requests_waiting = max(0, len(self._live) - running)
-            metrics.num_tokens_waiting = self._tokens_waiting()
+            metrics.num_tokens_waiting = self._tokens_waiting(scheduler)
             metrics.kv_cache_usage_perc = scheduler.kv_usage
             metrics.compilations_after_warmup = self._backend.compilations_after_warmup
         return metrics.snapshot()
 
-    def _tokens_waiting(self) -> int:
+    def _tokens_waiting(self, scheduler: Scheduler) -> int:
         with self._changed:
             live = list(self._live.values())
-        return sum(state.num_tokens for state in live if not state.first_token_time)
+        return sum(scheduler.num_left(state) for state in live if not state.first_token_time)
 
     def news(self) -> EngineNews:
         """What there is to tell since the last call. For `emit`, as it is the engine thread's to say."""

@@ -136,6 +136,11 @@ class Scheduler:
             free_blocks=self._pool.num_free,
         )
 
+    def num_left(self, state: RequestState) -> int:
+        """Known tokens of a request whose KV is not computed. From another thread, it is as of about now."""
+        slot = state.slot
+        return state.num_tokens - (int(self._table.kv_len[slot]) if slot >= 0 else 0)
+
     def collect(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Takes back the result of the oldest step that was not collected yet."""
         self._last_collected = step.batch.step

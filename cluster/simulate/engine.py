@@ -114,7 +114,8 @@ class SimulatedEngine:
         metrics, running = self.metrics, self._scheduler.num_running
         metrics.num_requests_running = running
         metrics.num_requests_waiting = max(0, len(self._live) - running)
-        metrics.num_tokens_waiting = sum(s.num_tokens for s in self._live.values() if not s.first_token_time)
+        waiting = [state for state in self._live.values() if not state.first_token_time]
+        metrics.num_tokens_waiting = sum(self._scheduler.num_left(state) for state in waiting)
         metrics.kv_cache_usage_perc = self._scheduler.kv_usage
         return metrics.snapshot()
 

@@ -76,6 +76,16 @@ async def test_a_replica_that_hangs_or_is_dead_does_not_hide_the_others(
         assert await client.health() == health
 
 
+@pytest.mark.parametrize("answers", [(HANGS,), (DEAD,)])
+async def test_an_engine_that_is_there_and_silent_is_not_taken_for_asleep(
+    answers: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "BROADCAST_TIMEOUT_S", 0.1)
+    replicas = Replicas(*answers)
+    client = RayEngineClient(replicas, replicas, BALANCER, resume_timeout_s=1, wake_timeout_s=60)  # type: ignore[arg-type]
+    assert await client.health() == Health(healthy=False, reason=exchange.NO_ENGINE)
+
+
 async def test_one_healthy_replica_is_enough_and_nobody_waits_for_the_others() -> None:
     replicas = Replicas(HANGS, HEALTHY)
     async with asyncio.timeout(broadcast.BROADCAST_TIMEOUT_S / 2):

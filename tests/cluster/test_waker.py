@@ -66,6 +66,19 @@ async def test_a_search_that_is_given_up_ends_and_the_next_one_calls_again() -> 
         await asyncio.sleep(0)
 
 
+async def test_a_call_that_ends_without_a_replica_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waker, "NEXT_CALL_S", 0.02)
+    calls = Calls()
+    one = Waker(calls)
+    searching = asyncio.create_task(one.patiently(value_after(0.2)))
+    await asyncio.sleep(0.05)
+    assert calls.count == 1
+    assert one._calling is not None
+    one._calling.cancel()  # as with the request that made it
+    assert await searching == "replica"
+    assert calls.count == 2
+
+
 class SleepingDeployment:
     """A deployment without replicas: calls and searches wait."""
 
