@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -10,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray_environment import set_environment
+from cluster.ray_environment import SERVE_FLAGS, set_environment
 from tests import options
 
 RAY_FOLDER = Path(tempfile.mkdtemp(prefix="sliceserve-test-"))
-set_environment(RAY_FOLDER, haproxy=False)  # before any test module imports Ray
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,9 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tensor-parallel-size", type=int, default=1, help="devices of the JAX engines that tests start, simulated"
     )
     parser.addoption("--matrix", action="store_true", help="all cases of tests of which a few run by default")
+    parser.addoption(
+        "--serve-defaults", action="store_true", help="Ray Serve as `serve run` and KubeRay have it, not as we start it"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    set_environment(RAY_FOLDER, haproxy=False)  # before any test module imports Ray
+    if config.getoption("--serve-defaults"):
+        for name in SERVE_FLAGS:
+            del os.environ[name]
     options.tensor_parallel_size = config.getoption("--tensor-parallel-size")
     config.addinivalue_line("markers", "matrix: one of many cases, which run with --matrix only")
 

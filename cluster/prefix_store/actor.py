@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, serve
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.prefix_store.directory import Directory
@@ -76,11 +76,13 @@ class PrefixStore:
 
     def __init__(self, application: str) -> None:
         self._application = application
+        self._adopt_timeout_s = ADOPT_TIMEOUT_S
         epoch = os.urandom(8)
         self._name = f"{actor_name(application)}:{epoch.hex()[:4]}"
         self._directory: Directory[Content] = Directory(epoch)
         self._coming: set[tuple[bytes, bytes]] = set()  # (space, block hash) of what is being copied
-        self._keepers: dict[str, asyncio.Task[ActorHandle[Any]]] = {}
+        self._keepers: dict[str, asyncio.Task[ActorHandle[Any]]] = {}  # by node
+        self._num_keepers = 0  # so far
         self._members: dict[str, float] = {}  # replica -> when it was last heard of, monotonic seconds
         self._changed = Bell()
         self._self = ray.get_runtime_context().current_actor
@@ -141,20 +143,24 @@ class PrefixStore:
             kept: ObjectRef[Any]
             done: ObjectRef[bool]
             kept, done = keeper.adopt.options(num_returns=2).remote(content)
-            await asyncio.wait_for(done, ADOPT_TIMEOUT_S)  # not `kept`, which would come to this node
-        except RayError:
+            await asyncio.wait_for(done, self._adopt_timeout_s)  # not `kept`, which would come to this node
+        except RayTaskError:  # what was lent can't be read, for which the keeper can do nothing
+            raise
+        except (RayError, TimeoutError):
             self._keepers.pop(node, None)  # the next offer makes another one
+            ray.kill(keeper)
             raise
         return [kept]
 
     async def _keeper(self, node: str) -> ActorHandle[Any]:
         making = self._keepers.get(node)
         if making is None:
-            making = asyncio.create_task(asyncio.to_thread(_make_keeper, f"{self._name}:{node[:8]}", node))
-            self._keepers[node] = making
+            self._num_keepers += 1
+            name = f"{self._name}:{node[:8]}:{self._num_keepers}"  # that of one that hangs stays taken for a while
+            making = self._keepers[node] = asyncio.create_task(asyncio.to_thread(_make_keeper, name, node))
         try:
             return await asyncio.shield(making)
-        except RayError:
+        except Exception:
             self._keepers.pop(node, None)
             raise
 

@@ -28,6 +28,7 @@ SLOWEST_BYTES_PER_S = 256 << 20
 """A fetch that is slower than this, after a fixed time, is given up."""
 REST_S = 5.0
 """So long nothing is asked of a store that has not answered in time."""
+LATE = "KV did not come from the prefix store in time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,8 +138,10 @@ class Reader:
         self._post(fetch, KVComplete(request_id=fetch.request_id, num_cached_tokens=fetch.arrived, failure=failure))
 
     def _fetch(self, space: bytes, fetch: _Fetch) -> None:
+        if time.monotonic() < self._resting_until:  # since an earlier one, for which this one waited
+            raise StoreError(LATE)
         num_bytes = len(fetch.block_hashes) * self._bytes_per_block
-        deadline = fetch.begun + FIXED_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        deadline = time.monotonic() + FIXED_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
         try:
             for found in self._client.find(space, fetch.block_hashes, _left(deadline)):
                 if fetch.cancelled:
@@ -171,5 +174,5 @@ class Reader:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise StoreError("KV did not come from the prefix store in time")
+        raise StoreError(LATE)
     return left

@@ -117,16 +117,21 @@ class Writer:
             yield item
 
     def _write_all(self, items: Sequence[_Item]) -> None:
-        blocks = [block for item in items for block in self._read(item)]
-        began = time.monotonic()
-        size = max(1, SEGMENT_BYTES // self._bytes_per_block)
-        for start in range(0, len(blocks), size):
-            self._write(blocks[start : start + size])
-        self._metrics.add(write_seconds=time.monotonic() - began)
-        with self._lock:
-            for item in items:
-                self._waiting_bytes -= len(item.block_hashes) * self._bytes_per_block
-                self._on_way.difference_update(item.block_hashes)
+        try:
+            blocks = [block for item in items for block in self._read(item)]
+            began = time.monotonic()
+            size = max(1, SEGMENT_BYTES // self._bytes_per_block)
+            for start in range(0, len(blocks), size):
+                self._write(blocks[start : start + size])
+            self._metrics.add(write_seconds=time.monotonic() - began)
+        except Exception:  # the next ones may do better
+            logger.exception("writing to the prefix store failed")
+            self._metrics.add(write_blocks_dropped=sum(len(item.block_hashes) for item in items))
+        finally:
+            with self._lock:
+                for item in items:
+                    self._waiting_bytes -= len(item.block_hashes) * self._bytes_per_block
+                    self._on_way.difference_update(item.block_hashes)
 
     def _read(self, item: _Item) -> list[_Block]:
         """An item's blocks, as the device gives them."""

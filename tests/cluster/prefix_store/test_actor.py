@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -53,9 +54,13 @@ def client(serve_url: str) -> Iterator[RayStoreClient]:  # noqa: ARG001
 
 
 def keepers() -> list[psutil.Process]:
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if "ray::PrefixStoreKeeper" in " ".join(p.info["cmdline"] or [])
-    ]
+    """Of this Ray, and not of another one's store."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::PrefixStoreKeeper" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_what_a_replica_stored_outlives_it(client: RayStoreClient) -> None:
@@ -149,3 +154,23 @@ def joined(client: RayStoreClient) -> bool:
     except StoreError:
         return False
     return True
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_died_or_hangs_is_replaced(client: RayStoreClient, fate: signal.Signals) -> None:
+    number = 100 + fate
+    assert client.add(segment_of(number), TIMEOUT_S)
+    store = ray.get_actor(actor_name(APPLICATION), namespace=NAMESPACE)
+    usual = ray.get(store.__ray_call__.remote(lambda self: self._adopt_timeout_s), timeout=TIMEOUT_S)
+    ray.get(store.__ray_call__.remote(lambda self: setattr(self, "_adopt_timeout_s", 1.0)), timeout=TIMEOUT_S)
+    [keeper] = keepers()
+    keeper.send_signal(fate)
+    with pytest.raises(StoreError):
+        client.add(segment_of(number + 20), TIMEOUT_S)
+    ray.get(store.__ray_call__.remote(lambda self: setattr(self, "_adopt_timeout_s", usual)), timeout=TIMEOUT_S)
+    assert client.add(segment_of(number + 40), TIMEOUT_S)
+    [found] = client.find(SPACE, hashes(number), TIMEOUT_S)  # the store's, not the keeper's
+    assert numbers_in(client.payload(found).fetch(TIMEOUT_S)) == [number]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        keeper.kill()
+    eventually(lambda: not keeper.is_running())

@@ -182,6 +182,23 @@ def test_a_slow_store_keeps_nobody_waiting_and_is_left_in_peace(
     store.delay_s = 0.0
 
 
+def test_a_queue_of_fetches_is_no_sign_of_a_slow_store(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "FIXED_TIMEOUT_S", 0.4)
+    store = FakeStore()
+    connector = connect(store)
+    store_blocks(connector, 1, 2, 3)
+    store.delay_s = 0.1  # of each, and two at a time
+    names = [f"r{number}" for number in range(reader.MAX_FETCHES)]
+    for name in names:
+        assert connector.fetch(demand(1, 2, 3, request_id=name)) == 3 * BLOCK_SIZE
+    ends: list[KVComplete] = []
+    deadline = time.monotonic() + 5
+    while len(ends) < len(names) and time.monotonic() < deadline:
+        ends += [event for event in connector.events() if isinstance(event, KVComplete)]
+        time.sleep(0.01)
+    assert [end.failure for end in ends] == [None] * len(names)
+
+
 def store_late(connector: PrefixStoreConnector) -> None:
     assert connector.keeps(hashes(8)[0])
     connector.computed(hashes(8), ReadyBlocks(8))
@@ -259,6 +276,21 @@ def test_a_block_that_can_not_be_read_out_is_dropped(connect: Connect) -> None:
     connector.computed(hashes(1), Broken())
     eventually(lambda: connector.metrics().values["kv_store_write_blocks_dropped"] == 1)
     store_blocks(connector, 1)
+
+
+def test_whatever_goes_wrong_in_writing_costs_the_blocks_of_that_object_only(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FakeStore()
+    connector = connect(store)
+    with monkeypatch.context() as broken:
+        broken.setattr(writer, "gather", lambda *_: 1 / 0)
+        assert connector.keeps(hashes(1)[0])
+        connector.computed(hashes(1), ReadyBlocks(1))
+        eventually(lambda: connector.metrics().values["kv_store_write_blocks_dropped"] == 1)
+    eventually(lambda: connector.keeps(hashes(1)[0]))
+    connector.computed(hashes(1), ReadyBlocks(1))
+    eventually(lambda: list(map(list, store.segments)) == [list(hashes(1))])
 
 
 def test_without_the_store_the_replica_goes_on_and_uses_the_next_one(connect: Connect) -> None:
