@@ -142,11 +142,11 @@ class Admissions:
             if not self._num_calls[admission]:
                 del self._num_calls[admission]
 
-    def withdrawn(self, connection: Connection, request_id: str) -> None:
-        """An ingress waits for this request no longer."""
+    def withdrawn(self, connection: Connection, request_id: str, *, is_finished: bool = False) -> None:
+        """An ingress waits for this request no longer, maybe as its reader has all that it wanted."""
         admission = self._running.get(request_id)
         if admission is not None and admission.connection is connection:
-            self._abort(admission)
+            self._abort(admission, FinishReason.STOP if is_finished else FinishReason.ABORT)
         self._forget_refused(connection, request_id)
 
     def opened(self, connection: Connection) -> None:
@@ -216,13 +216,13 @@ class Admissions:
         admission.connection.post([(admission.stream, error)])
         self._end(admission)
 
-    def _abort(self, admission: Admission) -> None:
-        self._abort_engine(admission)
+    def _abort(self, admission: Admission, reason: FinishReason = FinishReason.ABORT) -> None:
+        self._abort_engine(admission, reason)
         self._end(admission)
 
-    def _abort_engine(self, admission: Admission) -> None:
+    def _abort_engine(self, admission: Admission, reason: FinishReason = FinishReason.ABORT) -> None:
         if self._engine is not None:
-            self._engine.abort(admission.request_id)
+            self._engine.abort(admission.request_id, reason)
 
     def _end(self, admission: Admission) -> None:
         self._running.pop(admission.request_id, None)

@@ -38,8 +38,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
-        """Yields what each step brings until an output with a finish_reason. Closing the generator aborts the request.
+    def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, bool | None]:
+        """Yields what each step brings until an output with a finish_reason. Closing the generator aborts the request;
+        sending it True ends the request as one that has stopped by itself: its reader has all that it wanted.
 
         Args:
             session: requests of one session go to the same engine, if nothing speaks against it.

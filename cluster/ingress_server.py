@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster import ray_compat
 from cluster.balancer import Balancer
 from cluster.ingress.app import build_api
+from cluster.ingress.errors import stopping
 from cluster.logs import configure_logging
 from cluster.metrics_text import IngressReport, ReplicaLabels
 from cluster.progress import ProgressReporter
@@ -70,6 +71,11 @@ class IngressServer:
         if hasattr(self, "_client"):
             self._client.close()
 
+    async def close_door(self) -> int:
+        """Takes no further requests: they are told to come back. Returns how many are still open."""
+        self._counts.is_closed = True
+        return self._counts.open_requests
+
     async def report(self) -> IngressReport:
         return IngressReport(
             labels=self._labels,
@@ -80,11 +86,12 @@ class IngressServer:
 
 
 class ResponseCounts:
-    """Counts HTTP responses by route and status code."""
+    """Counts HTTP responses by route and status code, and those that are still open. The door for new requests."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, str]] = Counter()
         self.open_requests = 0
+        self.is_closed = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +108,7 @@ class ResponseCounts:
 
             self.open_requests += 1
             try:
-                await app(scope, receive, watched)
+                await (stopping().response() if self.is_closed else app)(scope, receive, watched)
             finally:
                 self.open_requests -= 1
                 route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: clients choose it

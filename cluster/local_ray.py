@@ -6,6 +6,7 @@ an earlier one left behind, and be gone when the server stops: also the HAProxy,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,10 +18,13 @@ import ray
 from ray import serve
 
 from cluster import ray_compat
+from cluster.broadcast import broadcast
 from cluster.ray_environment import DASHBOARD_HOST
 from engine.errors import first_line
 
 DRAIN_TIMEOUT_S = 5.0
+"""So long requests that are open may take to end."""
+DELETE_TIMEOUT_S = 3.0
 POLL_INTERVAL_S = 0.1
 LAST_ANSWER_TIMEOUT_S = 1.0
 KILL_AFTER_S = 2.0
@@ -66,29 +70,62 @@ class LocalRay:
         _kill(self._children)
 
 
+def end_controller() -> bool:
+    """Ends Serve's controller, which hangs: Ray starts another one. False if there is none, or no Ray any more."""
+    for process in _descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith("ray::ServeController"):
+                process.kill()
+                return True
+    return False
+
+
 def _descendants() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
 def _drain(application: str) -> None:
-    """Deletes an application, and waits for a while until it is gone.
+    """Ends an application: its open requests first, within a while, then its replicas.
 
     On a thread, as Ray waits for a dead head node for minutes; and on one that asks nothing when the time is up: Ray
     ends a process that asks it something after its end, with exit code 1.
     """
     over = threading.Event()
+    logging.getLogger("ray.serve").setLevel(
+        logging.CRITICAL
+    )  # a handle complains when the loop that it was used on ends
 
-    def delete() -> None:
+    def drain() -> None:
         with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
+            asyncio.run(_let_requests_end(application))
+            _close_port()
             ray_compat.begin_to_delete(application)
             while application in serve.status().applications and not over.wait(POLL_INTERVAL_S):
                 pass
 
-    draining = threading.Thread(target=delete, daemon=True)
+    draining = threading.Thread(target=drain, daemon=True)
     draining.start()
-    draining.join(DRAIN_TIMEOUT_S)
+    draining.join(DRAIN_TIMEOUT_S + DELETE_TIMEOUT_S)
     over.set()
     draining.join(LAST_ANSWER_TIMEOUT_S)
+
+
+async def _let_requests_end(application: str) -> None:
+    """Lets no further request in, and waits for those that are open, while their time is not up."""
+    ingress = serve.get_app_handle(application)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            while sum((await broadcast(ingress, "close_door")).given):
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def _close_port() -> None:
+    """Ends what takes HTTP requests: without its application it would answer 404, which means never again."""
+    for process in _descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == "haproxy":
+                process.kill()
+    ray_compat.end_proxies()
 
 
 def _kill(processes: set[psutil.Process]) -> None:

@@ -174,9 +174,9 @@ class Line(asyncio.Protocol):
     def send(self, stream: int, request: EngineRequest) -> None:
         self._write((stream, pack_request(request)))
 
-    def withdraw(self, stream: int, request_id: str) -> None:
-        """Nobody waits for this request any more."""
-        self._write((stream, request_id))
+    def withdraw(self, stream: int, request_id: str, *, is_finished: bool = False) -> None:
+        """Nobody waits for this request any more, as its reader is gone, or has all that it wanted."""
+        self._write((stream, request_id, is_finished))
 
     def _write(self, row: frames.Row) -> None:
         if self._transport is not None:

@@ -29,7 +29,7 @@ class Reader(Protocol):
 
     def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None: ...
 
-    def withdrawn(self, connection: Connection, request_id: str) -> None: ...
+    def withdrawn(self, connection: Connection, request_id: str, *, is_finished: bool) -> None: ...
 
     def opened(self, connection: Connection) -> None:
         """The connection is new, or has not told some news as its socket was full: it is to be told all there is."""
@@ -90,11 +90,12 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _read(self, row: frames.Row) -> None:
-        stream, content = row
-        if isinstance(content, str):
-            self._reader.withdrawn(self, content)
-        else:
-            self._reader.arrived(self, stream, unpack_request(content))
+        match row:
+            case [_, str(request_id), bool(is_finished)]:
+                self._reader.withdrawn(self, request_id, is_finished=is_finished)
+            case _:
+                stream, content = row
+                self._reader.arrived(self, stream, unpack_request(content))
 
     def pause_writing(self) -> None:
         self._paused = True

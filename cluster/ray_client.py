@@ -85,7 +85,9 @@ class RayEngineClient:
     async def metrics_text(self) -> bytes:
         return await self._state.metrics_text()
 
-    async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: EngineRequest, *, session: str = ""
+    ) -> AsyncGenerator[RequestOutput, bool | None]:
         way = Continuation(
             request,
             resume_timeout_s=self._resume_timeout_s,
@@ -100,8 +102,9 @@ class RayEngineClient:
                     output = way.passed(await exchange.next())
                     if output.token_ids:
                         self._balancer.prefilled(route)
-                    yield output
-                    if output.finish_reason is not None:
+                    if (yield output):
+                        exchange.finish()
+                    if output.finish_reason is not None or exchange.is_finished:
                         return
             except InterruptedExchangeError as interruption:
                 delay = self._interrupted(way, exchange.replica, interruption.refusal)

@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 from ray.serve import context as serve_context
+from ray.serve._private.constants import SERVE_PROXY_NAME
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.util.tpu import SlicePlacementGroup
@@ -163,6 +164,13 @@ def init_private(temp_dir: str, **options: Any) -> None:
 def begin_to_delete(application: str) -> None:
     """Asks Serve to delete an application, and does not wait until it has."""
     serve.delete(application, _blocking=False)
+
+
+def end_proxies() -> None:
+    """Ends what takes HTTP requests for Serve on all nodes."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(SERVE_PROXY_NAME):
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
 
 
 def deploy(app: serve.Application, *, name: str, route_prefix: str = "/") -> None:

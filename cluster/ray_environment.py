@@ -19,11 +19,13 @@ SERVE_FLAGS: Mapping[str, str] = {
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 """A Serve that spends less on each request (handles then need a running event loop, which replicas have); that has
-patience with a machine that is busy loading a model: with Serve's own 5 s its proxy is killed before it is up; and that
-does not wait for a hung engine to drain, whose requests have gone elsewhere by then."""
+patience with a machine that is busy loading a model: with Serve's own 5 s its proxy is killed before it is up; that
+notices a dead proxy within 3 s, not 30; and that does not wait for a hung engine to drain, whose requests have gone
+elsewhere by then."""
 
 HAPROXY_FLAG = "RAY_SERVE_ENABLE_HA_PROXY"
 

@@ -100,6 +100,9 @@ class Backend(ABC):
             BackendError: the model can't be found, read or fitted; says what to change.
         """
 
+    def compile(self, progress: Progress = no_progress) -> None:  # noqa: B027
+        """Compiles what `warmup` runs, and runs nothing: what hosts do that are to run programs together."""
+
     @abstractmethod
     def warmup(self, progress: Progress = no_progress) -> None:
         """Compiles and runs every program that serving can need. Afterwards nothing compiles."""

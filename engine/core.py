@@ -92,7 +92,7 @@ class EngineCore:
         self._changed = threading.Condition()
         self._live: dict[str, RequestState] = {}  # in the order of submission, so of their deadlines
         self._submitted: list[RequestState] = []
-        self._aborted: list[str] = []
+        self._aborted: dict[str, FinishReason] = {}
         self._down = "the engine is not started"  # why it takes no requests; empty when it does
         self._progress_at = time.monotonic()  # last step, or when work appeared
         self._at_rest = True  # nothing to compute before something changes
@@ -185,11 +185,15 @@ class EngineCore:
             self._submitted.append(state)
             self._changed.notify()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request within one step, wherever it is, and frees everything it holds."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request within one step, wherever it is, and frees everything it holds.
+
+        Args:
+            reason: STOP if its reader has all that it wanted, as when a stop string came.
+        """
         with self._changed:
             if request_id in self._live:
-                self._aborted.append(request_id)
+                self._aborted[request_id] = reason
                 self._at_rest = False
                 self._changed.notify()
 
@@ -300,8 +304,8 @@ class EngineCore:
         now = time.monotonic()
         with self._changed:
             submitted, self._submitted = self._submitted, []
-            aborted = [self._live[request_id] for request_id in self._aborted if request_id in self._live]
-            self._aborted = []
+            aborted = [(self._live[name], reason) for name, reason in self._aborted.items() if name in self._live]
+            self._aborted = {}
             expired = list(itertools.takewhile(lambda state: state.deadline <= now, self._live.values()))
         outputs = []
         for state in submitted:
@@ -309,7 +313,7 @@ class EngineCore:
             reason = state.finished_before_start()
             if reason is not None:
                 outputs.append(self._end(scheduler, state, reason))
-        outputs += [self._end(scheduler, s, FinishReason.ABORT) for s in aborted if s.status is not Status.FINISHED]
+        outputs += [self._end(scheduler, s, reason) for s, reason in aborted if s.status is not Status.FINISHED]
         message = f"the request did not end within {self._config.request_timeout_s:g} s (request_timeout_s)"
         late = [state for state in expired if state.status is not Status.FINISHED]
         return outputs + [self._end(scheduler, state, FinishReason.TIMEOUT, message) for state in late]

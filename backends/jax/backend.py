@@ -123,23 +123,29 @@ class JaxBackend(Backend):
         logger.info("KV cache: %d blocks, %s (%d bytes)", blocks, detail, size)
         progress("allocating KV blocks", blocks, blocks, detail)
 
-    def warmup(self, progress: Progress = no_progress) -> None:
+    def compile(self, progress: Progress = no_progress) -> None:
+        if not self._config.enable_jit:
+            return
         shapes = self._deployment.step_shapes
         started, cached_before = time.monotonic(), self._counter.cached
         store = self._program_store()
-        if self._config.enable_jit:
-            lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
-            obtain = store.load_or_compile if store else compile_program
-            self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress, obtain))
+        lowered = ((shape, partial(self._lower, shape)) for shape in shapes)
+        obtain = store.load_or_compile if store else compile_program
+        self._programs = dict(compile_all(lowered, len(shapes), os.cpu_count() or 1, progress, obtain))
         cached = self._counter.cached - cached_before + (store.loaded if store else 0)
+        seconds = time.monotonic() - started
+        logger.info("%d programs ready in %.1f s, %d of them from the cache", len(shapes), seconds, cached)
+
+    def warmup(self, progress: Progress = no_progress) -> None:
+        shapes = self._deployment.step_shapes
+        if not self._programs:
+            self.compile(progress)
         for done, shape in enumerate(shapes, start=1):
             self._run(idle_batch(), shape).result()
             progress("running each program once", done, len(shapes))
         self._apply(SlotState(slot=self._config.max_decode_seqs, token_ids=np.zeros(0, np.int32)))
         if self._config.exchanges_kv:
             self._replace_cache(self._exchange.warm_up(self._state.cache))
-        seconds = time.monotonic() - started
-        logger.info("%d programs ready in %.1f s, %d of them from the cache", len(shapes), seconds, cached)
         self._counter.arm()
 
     def _program_store(self) -> ProgramStore | None:

@@ -17,7 +17,7 @@ from ray.serve.config import HTTPOptions
 from cluster import ray_compat
 from cluster.app import APPLICATION
 from cluster.cli.progress_bars import ProgressDisplay
-from cluster.local_ray import LocalRay, LocalRayError
+from cluster.local_ray import LocalRay, LocalRayError, end_controller
 from cluster.progress import read_progress
 from cluster.ray_environment import DASHBOARD_HOST, Dashboard
 from engine.errors import first_line
@@ -36,6 +36,10 @@ Answer = TypeVar("Answer")
 
 class ServerError(RuntimeError):
     """The server can't start, or is gone. The message is one line for the user."""
+
+
+class NoAnswerError(ServerError):
+    """Ray does not answer."""
 
 
 def serve_until_stopped(
@@ -126,7 +130,12 @@ def _watch(stop: threading.Event) -> None:
     """
     running_at = time.monotonic()
     while not stop.wait(WATCH_INTERVAL_S):
-        application = _asked(serve.status).applications.get(APPLICATION)
+        try:
+            application = _asked(serve.status).applications.get(APPLICATION)
+        except NoAnswerError:
+            if time.monotonic() - running_at > LOST_DEADLINE_S or not end_controller():
+                raise
+            continue  # Ray starts the next one, and replicas serve meanwhile
         if application is None:
             raise ServerError("the application was deleted")
         if application.status in ("RUNNING", "DEPLOYING"):
@@ -139,7 +148,8 @@ def _asked(question: Callable[[], Answer]) -> Answer:
     """What Ray answers.
 
     Raises:
-        ServerError: it does not, because something of it has died.
+        NoAnswerError: not in time, because something of it has died or hangs.
+        ServerError: it says why not.
     """
     answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
@@ -153,7 +163,8 @@ def _asked(question: Callable[[], Answer]) -> Answer:
     try:
         answer = answers.get(timeout=ANSWER_TIMEOUT_S)
     except queue.Empty:
-        raise ServerError(f"Ray has not answered for {ANSWER_TIMEOUT_S:.0f} s; one of its processes died") from None
+        message = f"Ray has not answered for {ANSWER_TIMEOUT_S:.0f} s; one of its processes died or hangs"
+        raise NoAnswerError(message) from None
     if isinstance(answer, Exception):
         raise ServerError(f"Ray does not answer: {first_line(answer)}") from answer
     return answer

@@ -67,6 +67,8 @@ class GangBackend(Backend):
 
     def warmup(self, progress: Progress = no_progress) -> None:
         lines = self._started
+        # All of them first: in a program, a host that had it from a cache waits for the others for half a minute only.
+        lines.send(Kind.COMPILE, b"").result(LOAD_TIMEOUT_S, "compiling", progress)
         lines.send(Kind.WARMUP, b"").result(LOAD_TIMEOUT_S, "warm-up", progress)
         lines.silence_s = self._silence_s
 

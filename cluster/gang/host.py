@@ -106,6 +106,9 @@ class Host:
                 kv_format = self._backend.kv_format() if info.capabilities.kv_exchange else None
                 kv_heads = range(0) if kv_format is None else self._backend.kv_heads()
                 self._send(Kind.DONE, message.number, codec.pack_host(info, kv_format, kv_heads))
+            case Kind.COMPILE:
+                self._backend.compile(self._progress)
+                self._send(Kind.DONE, message.number, b"")
             case Kind.WARMUP:
                 self._backend.warmup(self._progress)
                 self._send(Kind.DONE, message.number, b"")

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     READ_BLOCKS = 4
     WRITE_BLOCKS = 5
     DROP_BLOCKS = 6  # KV that nobody needs
+    COMPILE = 7
 
     DONE = 11  # answers of a host
     FAILED = 12  # one line

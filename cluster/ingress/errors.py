@@ -92,6 +92,13 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError("internal error; the server's log has the details", status=500, kind="server_error")
 
 
+def stopping() -> ApiError:
+    """The server takes no further requests; another one, or the next one here, will."""
+    headers = {"Retry-After": RETRY_AFTER_S}
+    message = "the server is stopping; try again"
+    return ApiError(message, status=503, kind="service_unavailable_error", code="stopping", headers=headers)
+
+
 def engine_failed(reason: str | None) -> ApiError:
     """The engine died or stopped, which ends all of its requests: another one, or itself again, will answer."""
     return to_api_error(EngineUnavailableError(reason or "the engine stopped before the answer was complete"))

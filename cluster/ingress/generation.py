@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from cluster.client import EngineClient
@@ -46,6 +46,9 @@ class Runner:
                 if output.finish_reason is FinishReason.ABORT:
                     raise engine_cut_off()
                 delta = text.push(output)
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    with suppress(StopAsyncIteration):
+                        await outputs.asend(True)  # a stop string, of which the engine does not know
                 yield delta
                 if delta.finish_reason is not None:
                     return

@@ -6,6 +6,7 @@ Where there is a long form, it runs with `make test-chaos`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -120,3 +121,22 @@ async def test_serving_goes_on_without_the_controller_and_repair_goes_on_with_th
     assert problems(answers) == []
     assert httpx.get(f"{url}/health", timeout=15).status_code == 200
     print(f"controller back after {restarted + 1:.1f} s, a dead engine then replaced within {repaired:.1f} s")
+
+
+async def test_a_proxy_that_dies_takes_its_streams_along_and_the_next_one_is_soon_there(url: str) -> None:
+    [proxy] = processes("ray::ProxyActor")
+    async with http_client() as client:
+        asked = Asked(prompt=(1000, 1001), max_tokens=400)
+        open_stream = asyncio.create_task(stream(client, url, asked))
+        await asyncio.sleep(1)
+        kill(proxy)
+        assert (await open_stream).error
+        back = await eventually(lambda: is_answered(url), RECOVERY_TIMEOUT_S)
+    await eventually(lambda: sum(metric(url, "vllm:num_requests_running").values()) == 0, 15)
+    print(f"the proxy was back after {back:.1f} s")
+
+
+def is_answered(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return completion(url).status_code == 200
+    return False

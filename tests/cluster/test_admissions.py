@@ -25,6 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
+        self.finished: list[str] = []
         self.full = False
         self.cache: dict[bytes, bool] = {}
         self.state = EngineHealth(healthy=True)
@@ -37,8 +38,8 @@ class Engine:
             raise QueueFullError("full")
         self.submitted.append(request.request_id)
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        (self.finished if reason is FinishReason.STOP else self.aborted).append(request_id)
 
     def news(self) -> EngineNews:
         cache, self.cache = self.cache, {}
@@ -178,6 +179,16 @@ async def test_a_request_that_is_withdrawn_is_aborted_before_its_call_comes(
     desk.withdrawn(line, "r")  # type: ignore[arg-type]
     assert engine.aborted == ["r"]
     assert await ended(await call(desk)) is None
+
+
+async def test_a_request_whose_reader_has_enough_is_none_that_was_aborted(
+    desk: Admissions, engine: Engine, line: Connection
+) -> None:
+    desk.arrived(line, 3, REQUEST)  # type: ignore[arg-type]
+    held = await call(desk)
+    desk.withdrawn(line, "r", is_finished=True)  # type: ignore[arg-type]
+    assert (engine.finished, engine.aborted) == (["r"], [])
+    assert await ended(held) is None
 
 
 async def test_an_ingress_that_is_gone_takes_its_requests_along(

@@ -45,15 +45,15 @@ class Reader:
 
     def __init__(self) -> None:
         self.requests: asyncio.Queue[tuple[int, EngineRequest]] = asyncio.Queue()
-        self.withdrawals: asyncio.Queue[str] = asyncio.Queue()
+        self.withdrawals: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         self.openings: list[Connection] = []
         self.lost_connections: list[Connection] = []
 
     def arrived(self, _: Connection, stream: int, request: EngineRequest) -> None:
         self.requests.put_nowait((stream, request))
 
-    def withdrawn(self, _: Connection, request_id: str) -> None:
-        self.withdrawals.put_nowait(request_id)
+    def withdrawn(self, _: Connection, request_id: str, *, is_finished: bool) -> None:
+        self.withdrawals.put_nowait((request_id, is_finished))
 
     def opened(self, connection: Connection) -> None:
         self.openings.append(connection)
@@ -290,7 +290,7 @@ async def test_requests_arrive_over_the_line_as_they_were_sent(line, reader: Rea
     here.withdraw(4, "r")
     async with asyncio.timeout(5):
         assert await reader.requests.get() == (4, request)
-        assert await reader.withdrawals.get() == "r"
+        assert await reader.withdrawals.get() == ("r", False)
 
 
 @pytest.mark.parametrize("sampling", [UNUSUAL, SamplingParams(max_tokens=1)])

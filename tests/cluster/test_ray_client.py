@@ -66,11 +66,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.withdrawn_ids: list[str] = []
+        self.finished_ids: list[str] = []
 
     def arrived(self, connection: Connection, stream: int, request: EngineRequest) -> None: ...
 
-    def withdrawn(self, _: Connection, request_id: str) -> None:
+    def withdrawn(self, _: Connection, request_id: str, *, is_finished: bool) -> None:
         self.withdrawn_ids.append(request_id)
+        self.finished_ids += [request_id] * is_finished
 
     def opened(self, connection: Connection) -> None: ...
 
@@ -276,6 +278,20 @@ async def test_over_a_line_the_request_goes_ahead_of_its_call_which_carries_its_
     assert request is None
     assert (ticket.request_id, ticket.replica) == ("r", "one")
     assert line.engine.withdrawn_ids == []
+    assert not line.handle.cancelled.is_set()
+
+
+async def test_a_reader_that_has_enough_says_so_and_its_call_ends_by_itself(line: Line) -> None:
+    line.engine.answers = [tokens(5), tokens(6)]
+    outputs = line.client.generate(REQUEST)
+    while not (await anext(outputs)).token_ids:
+        pass
+    with pytest.raises(StopAsyncIteration):
+        await outputs.asend(True)
+    async with asyncio.timeout(5):
+        while not line.engine.finished_ids:
+            await asyncio.sleep(0.01)
+    assert line.engine.finished_ids == line.engine.withdrawn_ids == ["r"]
     assert not line.handle.cancelled.is_set()
 
 

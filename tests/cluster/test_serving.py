@@ -54,6 +54,20 @@ def running(url: str) -> float:
     return sum(metric(url, "vllm:num_requests_running").values())
 
 
+def ended(url: str, reason: str) -> float:
+    return sum(metric(url, "vllm:request_success_total", finished_reason=reason).values())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_is_counted_as_a_stop_and_not_as_a_client_that_left(url: str, streams: bool) -> None:
+    whole = completion(url, temperature=0, max_tokens=60).json()["choices"][0]["text"]
+    before = {reason: ended(url, reason) for reason in ("stop", "abort")}
+    answer = completion(url, temperature=0, max_tokens=60, stop=[whole[40:48]], stream=streams)
+    assert '"finish_reason":"stop"' in answer.text
+    eventually(lambda: ended(url, "stop") == before["stop"] + 1)
+    assert ended(url, "abort") == before["abort"]
+
+
 def test_an_http_request_of_many_engine_requests_leaves_nothing_behind(url: str) -> None:
     # The first request of all: Serve has to ask the engine for its load, so that calls wait for a replica together.
     answer = completion(url, prompt=["one", "two", "three"], n=2, temperature=1, max_tokens=20)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,9 +74,26 @@ def test_it_serves_stops_without_a_trace_and_starts_again_at_once(tmp_path: Path
         children = check_answers(second, said, port)
         # With a request that ends long after the server has lost its patience.
         body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as stream:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json=body) as stream, ThreadPoolExecutor(1) as pool:
             assert next(stream.iter_lines()).startswith("data:")
+            meanwhile = pool.submit(statuses_until_closed, url)
             check_stops(second, children, signal.SIGTERM)
+            assert set(meanwhile.result(STOP_TIMEOUT_S)) <= {200, 503}
+
+
+def statuses_until_closed(url: str) -> list[int]:
+    """Of short requests, until the port is closed. Those that come too late are told to come back."""
+    statuses = []
+    with contextlib.suppress(httpx.TransportError):
+        while True:
+            answer = httpx.post(url, json={"prompt": "Hello", "max_tokens": 1}, timeout=STOP_TIMEOUT_S)
+            statuses.append(answer.status_code)
+            if answer.status_code == 503:
+                assert answer.json()["error"]["code"] == "stopping"
+                assert int(answer.headers["retry-after"]) > 0
+            time.sleep(0.02)
+    return statuses
 
 
 def behind_haproxy() -> list[str]:

@@ -213,6 +213,30 @@ def test_hosts_that_are_not_alike_do_not_begin() -> None:
     assert launcher.killed.wait(2)
 
 
+def test_no_host_runs_a_program_before_all_have_compiled_theirs() -> None:
+    done: list[str] = []
+
+    class Slow(MockBackend):
+        def compile(self, progress: Progress = no_progress) -> None:  # noqa: ARG002
+            time.sleep(0.3)
+            done.append("compiled")
+
+        def warmup(self, progress: Progress = no_progress) -> None:
+            done.append("ran")
+            super().warmup(progress)
+
+    class Quick(Slow):
+        def compile(self, progress: Progress = no_progress) -> None:  # noqa: ARG002
+            done.append("compiled")
+
+    config = EngineConfig.from_args(OPTIONS)
+    gang = GangBackend(config, LocalLauncher([Quick(config), Slow(config)]))
+    gang.load()
+    gang.warmup()
+    gang.close()
+    assert done == ["compiled", "compiled", "ran", "ran"]
+
+
 def test_a_host_that_can_not_load_says_why() -> None:
     class Broken(MockBackend):
         def load(self, progress: Progress = no_progress) -> BackendInfo:  # noqa: ARG002

@@ -20,7 +20,7 @@ from cluster.ingress.app import build_api
 from engine.backend import Backend, BackendInfo
 from engine.config import EngineConfig
 from engine.core import EngineCore, EngineStoppedError, QueueFullError
-from engine.request import EngineRequest, RequestOutput
+from engine.request import EngineRequest, FinishReason, RequestOutput
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 FIRST_PORT, LAST_PORT = 8200, 8299
@@ -57,7 +57,9 @@ class LocalEngineClient:
         values = self.core.metrics().values
         return "".join(f"{name} {value}\n" for name, value in values.items()).encode()
 
-    async def generate(self, request: EngineRequest, *, session: str = "") -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, request: EngineRequest, *, session: str = ""
+    ) -> AsyncGenerator[RequestOutput, bool | None]:
         self._loop = asyncio.get_running_loop()
         self.sessions.append(session)
         queue = self._queues[request.request_id] = asyncio.Queue()
@@ -72,7 +74,9 @@ class LocalEngineClient:
             while not ended:
                 output = await queue.get()
                 ended = output.finish_reason is not None
-                yield output
+                if (yield output):
+                    ended = True
+                    self.core.abort(request.request_id, FinishReason.STOP)
         finally:
             if not ended:
                 self.aborted.append(request.request_id)
