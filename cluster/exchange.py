@@ -69,16 +69,16 @@ class Exchange:
             async with asyncio.timeout_at(deadline):
                 if not self._is_over:
                     await self._inbox.wait()
+                if self._inbox.is_empty:
+                    await self._arrival()
         except TimeoutError:
             self._is_deaf = True
             raise InterruptedExchangeError(NOT_TAKEN) from None
-        if self._inbox.is_empty:
-            await self._arrival()
         self._taken = not self._inbox.is_empty
         if not self._taken:
             raise InterruptedExchangeError(self._reason())
         if self._line is None:  # the call took the request along; what comes back comes over a line
-            self._line = self._mailbox.line(self.replica)
+            self._line = self._mailbox.line(self.replica, even_if_full=True)
             if self._line is not None:
                 self._line.watch(self._inbox)
 

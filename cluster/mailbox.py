@@ -100,9 +100,10 @@ class Mailbox:
         """Forgets a request; what still arrives for it is dropped."""
         self._inboxes.pop(stream, None)
 
-    def line(self, replica: str) -> Line | None:
+    def line(self, replica: str, *, even_if_full: bool = False) -> Line | None:
         """The line to an engine, if requests can leave over it now."""
-        return next((line for line in self._lines if line.replica == replica and line.is_open), None)
+        lines = (line for line in self._lines if line.replica == replica)
+        return next((line for line in lines if line.is_open or (even_if_full and not line.is_lost)), None)
 
     @property
     def replicas(self) -> set[str]:

@@ -125,8 +125,10 @@ class RayEngineClient:
         Raises:
             EngineOverloadedError, EngineUnavailableError, InvalidRequestError: there is none.
         """
+        full: list[str] = []
         while True:
-            route = self._balancer.begin(way.next_request(), session=session, suspects=self._suspects)
+            suspects = [*self._suspects, *full] if full else self._suspects
+            route = self._balancer.begin(way.next_request(), session=session, suspects=suspects)
             try:
                 replica = await self._choose(way, route)
                 last_resort = replica in self._suspects
@@ -139,7 +141,11 @@ class RayEngineClient:
                 await exchange.wait_until_taken(way.attempt_deadline)
             except InterruptedExchangeError as interruption:
                 self._close(exchange)
-                delay = self._interrupted(way, replica, interruption.refusal, last_resort=last_resort)
+                refusal = interruption.refusal
+                if refusal.kind is RefusalKind.OVERLOADED and not full and len(self._balancer.replicas) > 1:
+                    full.append(replica)  # another one may have room; with two full ones, so is the rest
+                    continue
+                delay = self._interrupted(way, replica, refusal, last_resort=last_resort)
             except BaseException:
                 self._close(exchange)
                 raise

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -148,15 +149,16 @@ class RayLauncher(Launcher):
             processes, self._processes = self._processes, []
             reservation, self._reservation = self._reservation, None
         for process in processes:  # those that Ray could not end, such as while its control store is away, end now
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
-        try:
-            for actor in actors:
-                ray.kill(actor)
-            if reservation is not None:
-                reservation.release()
-        except ray.exceptions.RayError as error:
-            logger.warning("Ray does not end a gang now, which its hosts notice: %s", first_line(error))
+        ends: list[Callable[[], object]] = [partial(ray.kill, actor) for actor in actors]
+        if reservation is not None:
+            ends.append(reservation.release)
+        for end in ends:
+            try:
+                end()
+            except ray.exceptions.RayError as error:
+                logger.warning("Ray does not end a gang now, which its hosts notice: %s", first_line(error))
 
 
 def _outcome(call: ray.ObjectRef[None]) -> Future[None]:

@@ -48,7 +48,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.message = shortened(message, MAX_MESSAGE)
+        self.message = shortened(message.replace("\r", "\\r").replace("\n", "\\n"), MAX_MESSAGE)
         super().__init__(self.message)
         self.status = status
         self.kind = kind

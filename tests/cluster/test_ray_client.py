@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 
 from cluster import continuation, exchange, line_keeper, ray_client
-from cluster.balancer import Balancer
+from cluster.balancer import Balancer, Route
 from cluster.client import EngineOverloadedError, EngineUnavailableError
 from cluster.messages import Refusal, RefusalKind, Ticket
 from cluster.outbox import Connection, Outbox
@@ -151,6 +151,36 @@ async def test_a_refusal_is_the_error_that_the_protocol_promises(refusal: Refusa
         await outputs_of(Handle(admit))
     assert getattr(caught.value, "retry_after_s", 3) == 3
     assert getattr(caught.value, "field", "prompt") == "prompt"
+
+
+class TwoEngines(Handle):
+    """Whose router asks the balancer, as Serve's does."""
+
+    @contextlib.asynccontextmanager
+    async def choose_replica(self, route: Route, **_: object):
+        yield SimpleNamespace(replica_id=route.balancer.choose(route, ["one", "two"], {}))
+
+
+@pytest.mark.parametrize("full", [1, 2])
+async def test_one_full_engine_is_not_the_last_word_while_there_is_another(outbox: Outbox, full: int) -> None:
+    asked: list[str] = []
+
+    async def admit(ticket: Ticket, _: EngineRequest | None) -> Refusal | None:
+        asked.append(ticket.replica)
+        if len(asked) <= full:
+            return Refusal(kind=RefusalKind.OVERLOADED, message="full")
+        connection = await outbox.connect(ticket.address)
+        connection.post([(ticket.stream, tokens(5, reason=FinishReason.LENGTH))])
+        return None
+
+    client = client_of(TwoEngines(admit))
+    if full == 1:
+        assert [output.token_ids async for output in client.generate(REQUEST)][-1] == (5,)
+    else:
+        with pytest.raises(EngineOverloadedError, match="full"):
+            await anext(client.generate(REQUEST))
+    assert sorted(asked) == ["one", "two"]
+    client.close()
 
 
 async def test_serves_own_back_pressure_is_an_overload() -> None:
