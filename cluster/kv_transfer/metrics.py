@@ -13,7 +13,7 @@ slow. lost: an object is gone or damaged. refused: it can't compute the prompt. 
 
 
 TRANSFER_DEFINITIONS: tuple[MetricDefinition, ...] = (
-    counter("kv_transfers", "Prompts computed by a prefill replica for a decode replica."),
+    counter("kv_transfers", "Prompts that a prefill replica was asked to compute for a decode replica."),
     counter("kv_transfer_failures", "Transfers that did not bring all KV, by reason.", "reason"),
     counter("kv_transfer_tokens", "Tokens whose KV was transferred."),
     counter("kv_transfer_bytes", "Bytes of KV transferred."),

@@ -11,6 +11,7 @@ import pytest
 
 from cluster import application_state, ray_compat
 from cluster.application_state import ASLEEP, ApplicationState
+from cluster.broadcast import Answers
 from cluster.exchange import NO_ENGINE
 from cluster.progress import ProgressReporter, StartUpError, last_failure
 from cluster.roles import Role
@@ -63,8 +64,8 @@ def test_failures_are_over_when_a_replica_has_served_even_when_it_is_gone() -> N
 
 @pytest.fixture
 def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    async def broadcast(*_: object, **__: object) -> list[Any]:
-        return []
+    async def broadcast(*_: object, **__: object) -> Answers:
+        return Answers()
 
     monkeypatch.setattr(application_state, "broadcast", broadcast)
     return cast("Any", SimpleNamespace(app_name="app"))

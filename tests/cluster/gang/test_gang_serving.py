@@ -58,6 +58,10 @@ def answers(url: str) -> bool:
         return False
 
 
+def health(url: str) -> httpx.Response:
+    return httpx.get(f"{url}/health", timeout=20)
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
@@ -69,7 +73,9 @@ def assert_ends_and_comes_back(url: str, workers: Workers, victim: psutil.Proces
     victim.send_signal(sent)
     eventually(lambda: gone(before), DEADLINE_S + 3)
     assert time.monotonic() - started < DEADLINE_S + 3
+    eventually(lambda: health(url).status_code == 503)
     eventually(lambda: answers(url), 90)
+    eventually(lambda: health(url).status_code == 200)
     assert not {process.pid for process in before} & {process.pid for process in workers.now().values()}
 
 
@@ -98,6 +104,8 @@ def test_two_hosts_answer_as_one_does_and_end_together(serve_url: str, model: Pa
         processes = list(workers.now().values())
         processes[1].kill()
         eventually(lambda: gone(processes), 3)
+        eventually(lambda: health(url).status_code == 503)
+        assert int(health(url).headers["retry-after"]) > 0
     eventually(lambda: not workers.now())
 
 
