@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from engine.option_rules import check_rules
-from engine.options import ConfigError, Options, option
+from engine.options import LARGEST, ConfigError, Options, option
 
 __all__ = ["DEMO_MODEL", "GIB", "MODEL", "ConfigError", "EngineConfig"]
 
@@ -348,6 +348,13 @@ class EngineConfig(Options):
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_of_this_world(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int | float) and value > LARGEST and info.field_name != "seed":
+            raise ValueError(f"must be at most {LARGEST}")
+        return value
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

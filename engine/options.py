@@ -13,6 +13,10 @@ class ConfigError(ValueError):
     """An option is wrong. The message is one line: which option, what is wrong, what to change."""
 
 
+LARGEST = 2**31 - 1
+"""Of any number that counts, measures or limits something."""
+
+
 def option(default: Any, description: str, *, group: str, **kwargs: Any) -> Any:
     """A config field with its one-sentence description and the group under which docs list it."""
     return Field(default, description=description, json_schema_extra={"group": group}, **kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from engine.options import LARGEST
+
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
@@ -51,12 +53,15 @@ class Pools:
         """Reads `disagg_topo`.
 
         Raises:
-            ValueError: it is not two positive numbers.
+            ValueError: it is not two positive numbers, or they are absurd.
         """
         numbers = [part.strip() for part in topology.split(",")]
         if len(numbers) != 2 or not all(part.isdecimal() and int(part) > 0 for part in numbers):
             raise ValueError(f"disagg_topo={topology!r}: give prefill and decode replicas as P,D, for example 1,2")
-        return cls(prefill=int(numbers[0]), decode=int(numbers[1]))
+        prefill, decode = map(int, numbers)
+        if max(prefill, decode) > LARGEST:
+            raise ValueError(f"disagg_topo={topology!r}: a pool has at most {LARGEST} replicas")
+        return cls(prefill=prefill, decode=decode)
 
 
 def check_pools(config: EngineConfig) -> None:

@@ -44,3 +44,24 @@ def test_options_that_do_not_go_together_are_one_line(options: dict[str, object]
 
 def test_an_option_may_be_given_with_its_default() -> None:
     EngineConfig.from_args({"downscale_delay_s": "300", "kv_transfer_timeout_s": "10"})
+
+
+NUMBERS = [
+    name
+    for name, field in EngineConfig.model_fields.items()
+    if any(kind in str(field.annotation) for kind in ("int", "float")) and "Literal" not in str(field.annotation)
+]
+
+
+@pytest.mark.parametrize("value", ["99999999999999999999", 10**20])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_as_large_as_one_likes(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        EngineConfig.from_args({name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("topology", ["99999999999,1", "1,99999999999"])
+def test_no_pool_has_as_many_replicas_as_one_likes(topology: str) -> None:
+    with pytest.raises(ConfigError, match="disagg_topo"):
+        EngineConfig.from_args({"disagg_topo": topology})
