@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -34,8 +35,14 @@ def ingresses(application: str) -> list[psutil.Process]:
 
 
 def processes(title: str) -> list[psutil.Process]:
-    """Ray's processes whose command line begins so."""
-    return [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(title)]
+    """Those of this Ray, and of no other on the machine, whose command line begins so."""
+    return [process for process in psutil.Process().children(recursive=True) if command(process).startswith(title)]
+
+
+def command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def resident_bytes(process: psutil.Process) -> int:

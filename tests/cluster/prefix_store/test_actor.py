@@ -19,6 +19,7 @@ from cluster.prefix_store.client import StoreError
 from cluster.prefix_store.messages import Version
 from cluster.prefix_store.ray_client import RayStoreClient
 from engine.kv_blocks import KVBlocks
+from tests.chaos.faults import processes
 from tests.cluster.apps import eventually
 from tests.cluster.prefix_store.actors import store_exists
 from tests.cluster.prefix_store.kv import BLOCK_BYTES, FORMAT, SPACE, hashes, numbers_in, segment_of
@@ -55,12 +56,7 @@ def client(serve_url: str) -> Iterator[RayStoreClient]:  # noqa: ARG001
 
 def keepers() -> list[psutil.Process]:
     """Of this Ray, and not of another one's store."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "ray::PrefixStoreKeeper" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return processes("ray::PrefixStoreKeeper")
 
 
 def test_what_a_replica_stored_outlives_it(client: RayStoreClient) -> None:
