@@ -52,7 +52,7 @@ class Exchange:
         self._call = call
         self._taken = False
         self._ended = False
-        self.is_finished = False  # before the engine ended it
+        self._is_finished = False  # before the engine ended it
         self._is_deaf = False  # the engine does not even say that it has the request
         self._failure: Refusal | None = None  # the engine's own, if that is how it ended
         call.add_done_callback(lambda _: inbox.wake())
@@ -103,7 +103,7 @@ class Exchange:
 
     def finish(self) -> None:
         """Its reader has all that it wanted."""
-        self.is_finished = True
+        self._is_finished = True
 
     def close(self) -> None:
         """Ends the request unless it has ended. The call of one that has ended ends by itself.
@@ -117,8 +117,8 @@ class Exchange:
         if self._ended:
             return
         if self._line is not None:
-            self._line.withdraw(self._stream, self._inbox.request_id, is_finished=self.is_finished)
-            if self._line.is_lost or self._is_deaf or self.is_finished:
+            self._line.withdraw(self._stream, self._inbox.request_id, is_finished=self._is_finished)
+            if self._line.is_lost or self._is_deaf or self._is_finished:
                 return
         self._call.cancel()
 

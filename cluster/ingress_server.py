@@ -60,11 +60,12 @@ class IngressServer:
         with ProgressReporter(context.app_name, replica, None).reporting_errors():
             self._tokenizer = load_tokenizer(config)
         self._counts = ResponseCounts()
+        self._door = Door()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve once the constructor is done."""
         api = build_api(self._config, self._client, self._tokenizer, replica=self._rank)
-        return self._counts.around(api)
+        return self._counts.around(self._door.around(api))
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica has drained."""
@@ -73,7 +74,7 @@ class IngressServer:
 
     async def close_door(self) -> int:
         """Takes no further requests: they are told to come back. Returns how many are still open."""
-        self._counts.is_closed = True
+        self._door.is_open = False
         return self._counts.open_requests
 
     async def report(self) -> IngressReport:
@@ -85,13 +86,26 @@ class IngressServer:
         )
 
 
+class Door:
+    """Lets HTTP requests in while it is open, and tells others to come back."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            is_refused = scope["type"] == "http" and not self.is_open
+            await (stopping().response() if is_refused else app)(scope, receive, send)
+
+        return guarded
+
+
 class ResponseCounts:
-    """Counts HTTP responses by route and status code, and those that are still open. The door for new requests."""
+    """Counts HTTP responses by route and status code, and those that are still open."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, str]] = Counter()
         self.open_requests = 0
-        self.is_closed = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +122,7 @@ class ResponseCounts:
 
             self.open_requests += 1
             try:
-                await (stopping().response() if self.is_closed else app)(scope, receive, watched)
+                await app(scope, receive, watched)
             finally:
                 self.open_requests -= 1
                 route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: clients choose it

@@ -104,7 +104,8 @@ class RayEngineClient:
                         self._balancer.prefilled(route)
                     if (yield output):
                         exchange.finish()
-                    if output.finish_reason is not None or exchange.is_finished:
+                        return
+                    if output.finish_reason is not None:
                         return
             except InterruptedExchangeError as interruption:
                 delay = self._interrupted(way, exchange.replica, interruption.refusal)

@@ -33,10 +33,10 @@ class Suspects(Collection[str]):
             self._since = {name: since for name, since in self._since.items() if name != replica}
 
     def __contains__(self, replica: object) -> bool:
-        since = self._since.get(replica) if isinstance(replica, str) else None
-        if not isinstance(replica, str) or since is None:
+        if not isinstance(replica, str):
             return False
-        return time.monotonic() - since < SUSPICION_S or not self._has_line(replica)
+        since = self._since.get(replica)
+        return since is not None and (time.monotonic() - since < SUSPICION_S or not self._has_line(replica))
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name in self._since if name in self])

@@ -351,8 +351,8 @@ class EngineConfig(Options):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _is_of_this_world(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, int | float) and value > LARGEST and info.field_name != "seed":
+    def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int | float) and value > LARGEST and info.field_name != "seed":  # which is no quantity
             raise ValueError(f"must be at most {LARGEST}")
         return value
 

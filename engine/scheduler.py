@@ -128,7 +128,7 @@ class Scheduler:
 
     @property
     def load(self) -> EngineLoad:
-        remaining = sum([self._remaining(state) for state in self._prefilling.values()])
+        remaining = sum([self.num_left(state) for state in self._prefilling.values()])
         return EngineLoad(
             running=len(self._running),
             waiting=self._room.num_waiting + self._room.num_importing,
@@ -289,7 +289,7 @@ class Scheduler:
         budget = self._limits.step_tokens - num_decode
         chunks: list[Chunk] = []
         for state in list(self._prefilling.values()):
-            if len(chunks) == self._limits.prefill_rows or not self._fits(self._remaining(state), budget):
+            if len(chunks) == self._limits.prefill_rows or not self._fits(self.num_left(state), budget):
                 return chunks
             chunks.append(self._chunk(state, budget))
             budget -= chunks[-1].num_tokens
@@ -308,9 +308,6 @@ class Scheduler:
         # What is longer than any step (a resumed request, where chunks are off) has to be split all the same.
         splittable = self._limits.chunked or num_tokens > self._limits.step_tokens
         return budget > 0 and (splittable or num_tokens <= budget)
-
-    def _remaining(self, state: RequestState) -> int:
-        return state.num_tokens - int(self._table.kv_len[state.slot])
 
     def _chunk(self, state: RequestState, budget: int) -> Chunk:
         start = int(self._table.kv_len[state.slot])

@@ -26,12 +26,12 @@ class Kind(IntEnum):
     HELLO = 0  # a host: [secret, rank]
 
     LOAD = 1  # commands of the leader
-    WARMUP = 2
-    STEP = 3
-    READ_BLOCKS = 4
-    WRITE_BLOCKS = 5
-    DROP_BLOCKS = 6  # KV that nobody needs
-    COMPILE = 7
+    COMPILE = 2
+    WARMUP = 3
+    STEP = 4
+    READ_BLOCKS = 5
+    WRITE_BLOCKS = 6
+    DROP_BLOCKS = 7  # KV that nobody needs
 
     DONE = 11  # answers of a host
     FAILED = 12  # one line

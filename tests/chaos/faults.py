@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 import time
 from collections.abc import Callable
 
 import psutil
 
-from tests.cluster.apps import replica_processes
+from tests.cluster.apps import num_running, replica_processes
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float) -> float:
@@ -43,6 +44,16 @@ def command(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
+
+
+async def kill_engines(application: str, kills: int, source: random.Random, timeout_s: float) -> None:
+    """Kills engines of three at random points; each as soon as two are running."""
+    for _ in range(kills):
+        await eventually(lambda: min(num_running(application, "Engine"), len(engines(application))) >= 2, timeout_s)
+        await asyncio.sleep(source.uniform(0.0, 1.0))
+        # Not one that starts: Serve pauses for longer and longer before it starts what failed to start.
+        victims = sorted(await asyncio.to_thread(engines, application), key=lambda engine: engine.create_time())
+        kill(source.choice(victims[:2]))
 
 
 def resident_bytes(process: psutil.Process) -> int:

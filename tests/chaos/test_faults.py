@@ -14,12 +14,11 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from ray import serve
 
 from cluster import frames
-from tests.chaos.faults import engines, eventually, ingresses, kill, processes
+from tests.chaos.faults import engines, eventually, ingresses, kill, kill_engines, processes
 from tests.chaos.streams import Asked, http_client, problems, stream, traffic
-from tests.cluster.apps import completion, deployed, metric
+from tests.cluster.apps import completion, deployed, metric, num_running
 
 ENGINES = 3
 INGRESSES = 2
@@ -35,12 +34,9 @@ def application(serve_url: str) -> Iterator[str]:
         yield url
 
 
-def num_running(deployment: str) -> int:
-    return int(serve.status().applications["faults"].deployments[deployment].replica_states.get("RUNNING", 0))
-
-
 def is_whole() -> bool:
-    return num_running("Engine") == len(engines("faults")) == ENGINES and num_running("Ingress") == INGRESSES
+    has_engines = num_running("faults", "Engine") == len(engines("faults")) == ENGINES
+    return has_engines and num_running("faults", "Ingress") == INGRESSES
 
 
 @pytest.fixture
@@ -51,14 +47,8 @@ async def url(application: str) -> str:
 
 
 async def test_streams_survive_engines_that_are_killed_at_random_points(url: str) -> None:
-    source = random.Random(5)
     async with traffic(url, streams=12, max_tokens=100, seed=5) as running:
-        for _ in range(KILLS):
-            await eventually(lambda: num_running("Engine") >= 2 and len(engines("faults")) >= 2, RECOVERY_TIMEOUT_S)
-            await asyncio.sleep(source.uniform(0.0, 1.0))
-            # Not one that starts: Serve pauses for longer and longer before it starts what failed to start.
-            victims = sorted(await asyncio.to_thread(engines, "faults"), key=lambda engine: engine.create_time())
-            kill(source.choice(victims[:2]))
+        await kill_engines("faults", KILLS, random.Random(5), RECOVERY_TIMEOUT_S)
         answers = await running.stop()
     begun = [answer for answer in answers if not answer.was_refused]  # as both engines were dead for too long
     assert problems(begun) == []

@@ -6,9 +6,8 @@ import asyncio
 import random
 
 import pytest
-from ray import serve
 
-from tests.chaos.faults import engines, eventually, kill
+from tests.chaos.faults import engines, kill, kill_engines
 from tests.chaos.streams import problems, traffic
 from tests.cluster.apps import deployed, metric
 
@@ -19,21 +18,11 @@ KILLS = 100
 RESTART_TIMEOUT_S = 60.0
 
 
-def num_running() -> int:
-    return int(serve.status().applications["killed"].deployments["Engine"].replica_states.get("RUNNING", 0))
-
-
 async def test_streams_survive_a_hundred_engines_that_are_killed_at_random_points(serve_url: str) -> None:
-    source = random.Random(KILLS)
     options = {"mock_step_ms": 10, "data_parallel_size": REPLICAS, "max_decode_seqs": 64}
     with deployed(serve_url, "killed", **options) as url:
         async with traffic(url, streams=12, max_tokens=100, seed=KILLS) as running:
-            for _ in range(KILLS):
-                await eventually(lambda: num_running() >= 2 and len(engines("killed")) >= 2, RESTART_TIMEOUT_S)
-                await asyncio.sleep(source.uniform(0.0, 1.0))
-                # Not one that starts: Serve pauses for longer and longer before it starts what failed to start.
-                victims = sorted(await asyncio.to_thread(engines, "killed"), key=lambda engine: engine.create_time())
-                kill(source.choice(victims[:2]))
+            await kill_engines("killed", KILLS, random.Random(KILLS), RESTART_TIMEOUT_S)
             answers = await running.stop()
         refused = [answer for answer in answers if answer.was_refused]  # both engines were dead for too long
         begun = [answer for answer in answers if not answer.was_refused]

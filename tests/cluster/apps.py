@@ -52,6 +52,12 @@ def metric(url: str, name: str, **labels: str) -> dict[str, float]:
     }
 
 
+def num_running(application: str, deployment: str) -> int:
+    """Replicas that Serve says are running."""
+    states = serve.status().applications[application].deployments[deployment].replica_states
+    return int(states.get("RUNNING", 0))
+
+
 def replica_processes(application: str, deployment: str) -> list[psutil.Process]:
     """The processes of a deployment's replicas (Ray names them so that people can tell them apart)."""
     title = f"ray::ServeReplica:{application}:{deployment}"

@@ -269,6 +269,12 @@ def test_a_prompt_that_is_too_long_says_both_lengths(http: httpx.Client) -> None
     assert refusal(http.post(CHAT, json={"messages": long_chat})) == (400, "messages")
 
 
+def test_what_a_client_wrote_in_several_lines_is_quoted_in_one(http: httpx.Client) -> None:
+    for body in ({**VALID[CHAT], "a\nb\r": 1}, {**VALID[CHAT], "model": "a\nb"}):
+        message = http.post(CHAT, json=body).json()["error"]["message"]
+        assert len(message.splitlines()) == 1
+
+
 def test_a_wrong_model_is_a_404_and_an_empty_one_is_the_served(http: httpx.Client) -> None:
     assert refusal(http.post(CHAT, json={**VALID[CHAT], "model": "gpt-5"})) == (404, "model")
     assert http.post(CHAT, json={**VALID[CHAT], "model": ""}).status_code == 200

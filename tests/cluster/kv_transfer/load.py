@@ -13,11 +13,10 @@ from pathlib import Path
 
 import httpx
 import ray
-from ray import serve
 from ray._private import worker
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from tests.cluster.apps import completion, eventually, metric, replica_processes
+from tests.cluster.apps import completion, eventually, metric, num_running, replica_processes
 
 SERVES_OWN = 300_000
 """Bytes. Serve's controller has one or two objects of 110 kB of its own, which come and go as replicas do. An object
@@ -126,17 +125,12 @@ class Killer:
     def _run(self) -> None:
         while not self._stopped and self.kills < self._most:
             time.sleep(self._rng.uniform(*self._every_s))
-            if self._among and self._num_running() < self._among:
+            if self._among and num_running(*self._names) < self._among:
                 continue
             for process in replica_processes(*self._names)[:1]:
                 with contextlib.suppress(Exception):
                     process.kill()
                     self.kills += 1
-
-    def _num_running(self) -> int:
-        application, deployment = self._names
-        states = serve.status().applications[application].deployments[deployment].replica_states
-        return int(states.get("RUNNING", 0))
 
 
 def assert_nothing_left(url: str, before: int, stored: Callable[[], int] = stored_bytes) -> None:
