@@ -91,9 +91,8 @@ def _drain(application: str) -> None:
     ends a process that asks it something after its end, with exit code 1.
     """
     over = threading.Event()
-    logging.getLogger("ray.serve").setLevel(
-        logging.CRITICAL
-    )  # a handle complains when the loop that it was used on ends
+    # A handle complains when the loop that it was used on ends.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
 
     def drain() -> None:
         with contextlib.suppress(Exception):  # whatever it is, the processes are ended next
