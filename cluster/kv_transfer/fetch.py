@@ -145,12 +145,17 @@ class Fetch:
                 self._num_awaited += 1
             if not self._calls:
                 raise PrefillError("lost", f"prefill ended with KV of {self._arrived} of {self._end} tokens")
-            done, _ = await asyncio.wait(self._calls, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+            if not await self._some_end():
                 raise PrefillError("timeout", f"no KV came for {self._timeout_s:g} s (kv_transfer_timeout_s)")
-            self._calls -= done
             if self._errors:
                 raise self._errors.pop()
+
+    async def _some_end(self) -> bool:
+        """Whether calls end in time. A method of its own, as an error that is raised keeps its frame, which would keep
+        the calls that are still open."""
+        done, _ = await asyncio.wait(self._calls, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self._calls -= done
+        return bool(done)
 
     def _wants_another(self, num_bytes: int) -> bool:
         if self._has_ended or self._arrived >= self._end:

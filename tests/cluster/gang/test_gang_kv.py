@@ -25,6 +25,7 @@ from tests.cluster.apps import eventually
 from tests.cluster.gang.local_gang import LocalLauncher
 from tests.cluster.kv_backend import BLOCK_SIZE, KVBackend
 from tests.cluster.kv_transfer.kv import FORMAT, blocks
+from tests.garbage import no_search_for_cycles, search_of_new_objects
 
 ONE = ((range(4),),)
 TWO = ((range(1), range(1, 2)), (range(2, 3), range(3, 4)))  # two chips each
@@ -83,7 +84,11 @@ def test_each_host_gets_the_heads_it_keeps_and_the_leaders_get_none(
     source: Sequence[Sequence[range]], target: Sequence[Sequence[range]]
 ) -> None:
     transport = ObjectStoreTransport(checksums=True, min_bytes=0, max_bytes=6 * FORMAT.bytes_per_token // len(source))
-    with gang(source) as (prefill, here, senders), gang(target) as (decode, there, receivers):
+    with (
+        search_of_new_objects(),
+        gang(source) as (prefill, here, senders),
+        gang(target) as (decode, there, receivers),
+    ):
         filled(senders)
         chunk = chunk_of(transport, prefill)
         assert chunk.num_bytes == 20 * FORMAT.bytes_per_token
@@ -194,16 +199,12 @@ def test_what_did_not_come_is_held_in_no_cycle(failure: KVLostError) -> None:
     with gang(TWO) as (decode, launcher, _):
         whole = LocalPayload(blocks=blocks(0, 8))
         data = weakref.ref(whole.blocks[0].data)
-        gc.collect()
-        gc.disable()
-        try:
+        with no_search_for_cycles():
             with contextlib.suppress(type(failure)):
                 decode.receive_blocks([whole, ForOneHost(whole, Fails())], 5)
             del whole
             eventually(lambda: data() is None, 2)
             assert not on_shelves(launcher)
-        finally:
-            gc.enable()
 
 
 def test_a_host_that_gets_its_kv_too_late_keeps_nobody_waiting_and_does_not_keep_it(
