@@ -40,7 +40,7 @@ test-disagg: $(VENV)/.installed-dev ## prefill and decode pools: thousands of re
 	@$(BIN)/python -m pytest --matrix tests/cluster/kv_transfer
 
 test-chaos: $(VENV)/.installed-dev ## kill, stop and overload a serving cluster, at length (about a quarter of an hour)
-	@$(BIN)/python -m pytest --matrix -s tests/chaos tests/cluster/test_status.py $(ARGS)
+	@$(BIN)/python -m pytest --matrix -s tests/chaos tests/cluster/test_status.py tests/cluster/test_failures.py $(ARGS)
 	@test -n "$(ARGS)" || $(BIN)/python -m pytest --serve-defaults -s tests/chaos/test_faults.py
 
 test-gangs: $(VENV)/.installed-dev ## several hosts: 2 and 4 simulated ones, fake TPU slices, every way to lose one

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 from ray import serve
 
 from tests.cluster.apps import completion, deployed, eventually, metric, replica_processes
@@ -48,6 +49,7 @@ def test_without_time_to_resume_an_engine_that_dies_ends_its_streams_with_an_err
         assert "this request is gone" in json.loads(last.removeprefix("data: "))["error"]["message"]
 
 
+@pytest.mark.matrix
 def test_two_engines_share_the_load_and_one_goes_on_when_the_other_dies(serve_url: str) -> None:
     with deployed(serve_url, "pair", mock_step_ms=20, data_parallel_size=2) as url:
         with ThreadPoolExecutor(16) as pool:
